@@ -1,0 +1,1 @@
+"""Kernels of gumbeljax: arrays and ints in, arrays out. Imports jax only; `gumbeljax` is the public face."""

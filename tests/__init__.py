@@ -1,0 +1,1 @@
+"""A package, so that test files say `from tests import oracles, statistics` and never shadow the standard library."""

@@ -145,9 +145,7 @@ def _lawless(logits, t):
 
 def grouped_tokens(logits, row_keys, temperature=1.0, *, sample=0, num_samples=None, purpose=DRAW):
     """int32 tokens of the grouped Gumbel-max law, `[rows]` or `[rows, num_samples]` (independent samples)."""
-    return grouped_draw(
-        logits, row_keys, temperature, sample=sample, num_samples=num_samples, purpose=purpose
-    ).tokens
+    return grouped_draw(logits, row_keys, temperature, sample=sample, num_samples=num_samples, purpose=purpose).tokens
 
 
 def grouped_draw(logits, row_keys, temperature=1.0, *, sample=0, num_samples=None, purpose=DRAW) -> Draw:
@@ -249,31 +247,34 @@ def _distinct_rows(logits, row_keys, t, k, purpose):
     x, m, safe_t = _grouped(logits, np.where(lawless, 1.0, t))
     k0, k1 = row_keys[:, :1], row_keys[:, 1:]
     first_ids = np.arange(m.shape[1], dtype=np.uint32) * GROUP
-    race = _scaled_masses(x, m, safe_t) + gumbel(k0, k1, stream(purpose, 0, GROUP_LEVEL), first_ids)
+    scores = _scaled_masses(x, m, safe_t) + gumbel(k0, k1, stream(purpose, 0, GROUP_LEVEL), first_ids)
+    groups = np.argsort(-(m + safe_t[:, None] * scores), axis=-1, kind="stable")[:, :k]
+    x, m, scores = (
+        np.take_along_axis(a, groups.reshape(groups.shape + (1,) * (a.ndim - 2)), 1) for a in (x, m, scores)
+    )
+    ids, value = _conditioned(x, m, scores, safe_t, groups, row_keys, purpose)
+    order = np.lexsort((ids, -value))[:, :k]
+    best = np.where(np.isneginf(np.take_along_axis(value, order, -1)), NO_TOKEN, np.take_along_axis(ids, order, -1))
     tokens = np.full((len(logits), k), NO_TOKEN, np.int32)
-    for row in range(len(logits)):
-        if lawless[row]:
-            continue
-        if greedy[row]:
-            order = np.argsort(-logits[row], kind="stable")
-            best = order[np.isfinite(logits[row][order])][:k]
-        else:
-            groups = np.argsort(-(m[row] + safe_t[row] * race[row]), kind="stable")
-            groups = groups[np.isfinite(m[row][groups])][:k]
-            best = _ranked(x[row], m[row], safe_t[row], race[row], groups, row_keys[row], purpose)[:k]
-        tokens[row, : len(best)] = best
-    return tokens
+    tokens[:, : best.shape[1]] = best
+    for row in np.flatnonzero(greedy & ~lawless):
+        order = np.argsort(-logits[row], kind="stable")[:k]
+        tokens[row] = NO_TOKEN
+        tokens[row, : len(order)] = np.where(np.isneginf(logits[row, order]), NO_TOKEN, order)
+    return np.where(lawless[:, None], NO_TOKEN, tokens).astype(np.int32)
 
 
-def _ranked(x, m, t, race, groups, key, purpose):
-    """All tokens of the chosen groups, best first, under Gumbels conditioned on each group's maximum being its score."""
-    ids = groups[:, None] * GROUP + np.arange(GROUP)
-    fresh = (x[groups] - m[groups][:, None]) / t + gumbel(*key, stream(purpose, 0, TOKEN_LEVEL), ids)
-    top, score = fresh.max(-1, keepdims=True), race[groups][:, None]
+def _conditioned(x, m, scores, t, groups, row_keys, purpose):
+    """Ids and values `[rows, groups * 16]` of the chosen groups' tokens, their noise conditioned on the group's score."""
+    ids = groups[..., None] * GROUP + np.arange(GROUP)
+    k0, k1 = row_keys[:, 0, None, None], row_keys[:, 1, None, None]
+    empty, t, score = np.isneginf(m)[..., None], t[:, None, None], scores[..., None]
+    safe_m = np.where(empty, 0.0, m[..., None])
+    fresh = (x - safe_m) / t + gumbel(k0, k1, stream(purpose, 0, TOKEN_LEVEL), ids)
     # -log(exp(-score) + exp(-fresh) - exp(-top)), with exp(-fresh) taken out so that nothing overflows.
-    with np.errstate(divide="ignore", invalid="ignore"):
-        conditioned = fresh - np.log(np.exp(fresh - score) - np.expm1(fresh - top))
-    conditioned = np.where(fresh == top, score, conditioned)
-    value, ids = (m[groups][:, None] + t * conditioned).ravel(), ids.ravel()
-    order = np.lexsort((ids, -value))
-    return ids[order][np.isfinite(x.ravel()[ids[order]])]
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        top = fresh.max(-1, keepdims=True)
+        value = fresh - np.log(np.exp(fresh - score) - np.expm1(fresh - top))
+    value = np.where(fresh == top, score, value)
+    value = np.where(np.isneginf(x), -np.inf, safe_m + t * value)
+    return ids.reshape(len(x), -1), value.reshape(len(x), -1)

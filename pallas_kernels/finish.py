@@ -1,0 +1,77 @@
+"""Stage 2: from the winning group to the token. Recomputes the logits of that one group: 16 rows of `w` per row of `h`."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import noise, race
+from pallas_kernels.logits import Elementwise, inverse_temperature, model_logits, processed_logits, rows_of
+
+
+class Draw(NamedTuple):
+    """A drawn token and what is known about it; every leaf `[rows]`. Token -1 with NaN marks a row that has no law."""
+
+    token: Any
+    model_log_prob: Any
+    tempered_log_prob: Any
+    log_normalizer: Any
+
+
+def token_logits(h, w, ids, vocab_axis):
+    """Raw logits `[n, rows]` of the token ids `[n, rows]`: products and sums in float32, whatever the dtype."""
+    picked = jnp.take(w, ids, axis=vocab_axis, mode="clip").astype(h.dtype).astype(jnp.float32)
+    picked = jnp.moveaxis(picked, 0, -1) if vocab_axis == 1 else picked
+    return jnp.sum(picked * h.astype(jnp.float32), axis=-1)
+
+
+def group_logits(h, w, first, options: Elementwise, *, vocab, vocab_axis):
+    """(ids, model logits, processed logits) of one group per row, `[16, rows]`; ids past the vocabulary are masked."""
+    ids = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP, h.shape[0]), 0)
+    safe = jnp.clip(ids, 0, vocab - 1)
+    model = model_logits(token_logits(h, w, safe, vocab_axis), options.scale, options.soft_cap)
+    return ids, model, processed_logits(model, rows_of(options.bias, safe), rows_of(options.mask, safe), ids < vocab)
+
+
+def has_law(top, total):
+    """False for a row that is masked altogether, or has a NaN or +inf logit, or an invalid temperature."""
+    return (top > -jnp.inf) & (total > 0.0) & (total < jnp.inf)
+
+
+def at(x, ids, token):
+    """The entry of x `[16, rows]` whose id is `token`."""
+    return jnp.sum(jnp.where(ids == token, x, 0.0), axis=0)
+
+
+def group_log_prob(won: race.Race, keys, sample, t, first):
+    """`log P(group)`, read back from the score: `(score - top) / T - G - log total`. Using what stage 1 computed, and
+    only differences inside the group from the recomputed logits, keeps log-probs right to rounding at any T."""
+    gumbel = race.group_noise(keys, sample, first[None])[0]
+    return ((won.high - won.top) + won.low) * inverse_temperature(t) - gumbel - jnp.log(won.total)
+
+
+def token_log_prob(x, t, ids, token):
+    """`log P(token | group)` from the group's logits `[16, rows]`."""
+    top, total = race.group_masses(x, t)
+    return (at(x, ids, token) - top[0]) * inverse_temperature(t) - jnp.log(total[0])
+
+
+def log_normalizer_of(top, total, t):
+    """`T * logsumexp(l / T)`: logsumexp(l) at T = 1, max(l) at T = 0."""
+    return top + t * jnp.log(total)
+
+
+def finish(h, w, keys, t, options: Elementwise, won: race.Race, model_mass, *, vocab, sample=0, vocab_axis=0) -> Draw:
+    """Choose the token inside each row's winning group."""
+    first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
+    ids, model, x = group_logits(h, w, first, options, vocab=vocab, vocab_axis=vocab_axis)
+    token = race.choose(race.token_scores(x, keys, sample, t, ids), ids)
+    ok = has_law(won.top, won.total) & (token < vocab)
+    tempered = jnp.where(t == 0.0, 0.0, group_log_prob(won, keys, sample, t, first) + token_log_prob(x, t, ids, token))
+    if model_mass is None:
+        model_log_prob = jnp.full_like(tempered, jnp.nan)
+    else:
+        model_log_prob = at(model, ids, token) - model_mass.top - jnp.log(model_mass.total)
+    nan_unless = lambda value: jnp.where(ok, value, jnp.nan)  # noqa: E731
+    return Draw(jnp.where(ok, token, -1), nan_unless(model_log_prob), nan_unless(tempered),
+                nan_unless(log_normalizer_of(won.top, won.total, t)))

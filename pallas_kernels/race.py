@@ -1,0 +1,135 @@
+"""Grouped Gumbel-max: the race that draws a token, written once for every kernel, block and shard.
+
+For logits l and temperature T, a group g of 16 consecutive ids has
+
+    top_g   = max l,    total_g = sum exp((l - top_g) / T),    log mass = top_g + T log total_g
+    score_g = top_g + T (log total_g + G_g)                       with G_g standard Gumbel
+
+The group with the largest score is drawn with probability proportional to its mass (max-stability of the Gumbel
+distribution), and inside it the token with the largest `(l - top_g) / T + G_v`. Scores are kept as unevaluated sums
+`high + low`, so that neither a low temperature nor large logits can round the noise away; comparing them is exact and
+therefore independent of how the vocabulary was cut.
+
+Vocabulary runs along axis 0, rows along the last axis. A group without mass has score and top -inf and total 0.
+
+Source: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NeurIPS 2014 (top-down construction of Gumbel processes).
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import noise
+from pallas_kernels.logits import inverse_temperature
+
+NO_ID = 2**31 - 1
+
+
+class Race(NamedTuple):
+    """What a piece of the vocabulary says to the others: its winner and its mass."""
+
+    high: Any  # f32 score of the winning group, rounded
+    low: Any  # f32 what the rounding left: score = high + low
+    winner: Any  # i32 first token id of the winning group
+    top: Any  # f32 largest processed logit
+    total: Any  # f32 sum exp((l - top) / T)
+
+
+class Mass(NamedTuple):
+    """Largest logit, the lowest id that has it, and `sum exp((l - top) / T)`."""
+
+    top: Any
+    argmax: Any
+    total: Any
+
+
+def finite_or_zero(top):
+    """`top`, or 0 where it is -inf, so that `-inf - top` is -inf and not NaN."""
+    return jnp.where(top == -jnp.inf, 0.0, top)
+
+
+def first_where(condition, ids):
+    """Lowest id at which `condition` holds along axis 0, or NO_ID."""
+    return jnp.min(jnp.where(condition, ids, jnp.int32(NO_ID)), axis=0)
+
+
+def two_sum(a, b):
+    """`a + b` as (rounded sum, rounding error), exactly. Source: D. E. Knuth, TAOCP vol. 2, 4.2.2."""
+    high = a + b
+    b_part = high - a
+    return high, (a - (high - b_part)) + (b - b_part)
+
+
+def group_masses(x, t):
+    """(top, total) `[groups, rows]` of logits `[groups * 16, rows]`."""
+    x = x.reshape(x.shape[0] // noise.GROUP, noise.GROUP, x.shape[1])
+    top = jnp.max(x, axis=1)
+    total = jnp.sum(jnp.exp((x - finite_or_zero(top)[:, None]) * inverse_temperature(t)), axis=1)
+    return top, total
+
+
+def scores(top, total, gumbel, t):
+    """`top + T (log total + G)` as a pair (high, low)."""
+    has_mass = total > 0.0
+    spread = jnp.where(has_mass, t * (jnp.log(jnp.where(has_mass, total, 1.0)) + gumbel), 0.0)
+    high, low = two_sum(top, spread)
+    return high, jnp.where(top == -jnp.inf, 0.0, low)
+
+
+def group_noise(keys, sample, first_ids):
+    """Gumbel noise of groups: keys = (word 0, word 1) `[rows]`, first_ids int32 `[groups, 1]` or `[groups, rows]`."""
+    return noise.gumbel(keys[0], keys[1], noise.stream(noise.DRAW, sample, noise.GROUP_LEVEL), first_ids.astype(jnp.uint32))
+
+
+def mass_of(top, total, t):
+    """Merge masses along axis 0: the larger top, totals rescaled to it."""
+    best = jnp.max(top, axis=0)
+    return best, jnp.sum(total * jnp.exp((top - finite_or_zero(best)) * inverse_temperature(t)), axis=0)
+
+
+def best_score(high, low, ids):
+    """(high, low, id) of the largest score along axis 0; equal scores go to the lowest id."""
+    best_high = jnp.max(high, axis=0)
+    tied = high == best_high
+    best_low = jnp.max(jnp.where(tied, low, -jnp.inf), axis=0)
+    return best_high, best_low, first_where(tied & (low == best_low), ids)
+
+
+def merge(race: Race, t) -> Race:
+    """Merge pieces of the vocabulary stacked along axis 0. Associative and commutative, winners bit for bit."""
+    return Race(*best_score(race.high, race.low, race.winner), *mass_of(race.top, race.total, t))
+
+
+def race_of(x, keys, sample, t, start) -> Race:
+    """The race over logits `[groups * 16, rows]` whose first id is `start`."""
+    top, total = group_masses(x, t)
+    first_ids = start + noise.GROUP * lax.broadcasted_iota(jnp.int32, top.shape, 0)
+    high, low = scores(top, total, group_noise(keys, sample, first_ids), t)
+    return merge(Race(high, low, first_ids, top, total), t)
+
+
+def mass_over(x, t, start) -> Mass:
+    """The mass of logits `[n, rows]` whose first id is `start`."""
+    top = jnp.max(x, axis=0)
+    ids = start + lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    total = jnp.sum(jnp.exp((x - finite_or_zero(top)) * inverse_temperature(t)), axis=0)
+    return Mass(top, first_where(x == top, ids), total)
+
+
+def merge_masses(mass: Mass, t) -> Mass:
+    """Merge masses stacked along axis 0."""
+    top, total = mass_of(mass.top, mass.total, t)
+    return Mass(top, first_where(mass.top == top, mass.argmax), total)
+
+
+def token_scores(x, keys, sample, t, ids):
+    """`(l - top) / T + G_v` inside groups: x and ids `[16, rows]`; at T = 0 no noise."""
+    gumbel = noise.gumbel(keys[0], keys[1], noise.stream(noise.DRAW, sample, noise.TOKEN_LEVEL), ids.astype(jnp.uint32))
+    top = jnp.max(x, axis=0)
+    return (x - finite_or_zero(top)) * inverse_temperature(t) + jnp.where(t == 0.0, 0.0, gumbel)
+
+
+def choose(scored, ids):
+    """The id with the largest score along axis 0, the lowest of equals; NO_ID where a score is NaN."""
+    return first_where(scored == jnp.max(scored, axis=0), ids)

@@ -1,0 +1,27 @@
+"""Tunables. They change speed, never a token."""
+
+from dataclasses import dataclass
+
+from pallas_kernels.noise import GROUP
+
+
+@dataclass(frozen=True)
+class XlaTiles:
+    """`block` token ids are scored at a time (a multiple of 16)."""
+
+    block: int = 4096
+
+    def __post_init__(self):
+        if self.block <= 0 or self.block % GROUP:
+            raise ValueError(f"block must be a positive multiple of {GROUP}; got {self.block}.")
+
+
+@dataclass(frozen=True)
+class TritonTiles:
+    """A program scores `vocab` ids for `rows` rows, `d_model` coordinates at a time (powers of two)."""
+
+    vocab: int = 64
+    rows: int = 16
+    d_model: int = 128
+    num_warps: int = 4
+    num_stages: int = 4

@@ -1,0 +1,89 @@
+"""The plain twin of the kernels: pure JAX on any device, the vocabulary streamed in blocks.
+
+Memory is O(rows * block): a scan slices a block of `w`, makes its logits, and merges what the block says into the carry.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import noise, race
+from pallas_kernels.logits import Elementwise, block_of, model_logits, processed_logits
+from pallas_kernels.tiles import XlaTiles
+
+
+def block_logits(h, w, start, size, vocab_axis, precision):
+    """Raw logits `[size, rows]`, accumulated in float32. `w` is the left operand: at few rows XLA's CPU code for
+    `w @ h.T` reads memory at full speed and that for `h @ w.T` does not (3x at one row)."""
+    w = lax.dynamic_slice_in_dim(w, start, size, axis=vocab_axis).astype(h.dtype)
+    contract = ((1 - vocab_axis,), (1,))
+    return lax.dot_general(w, h, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+def fold_blocks(block_fn, merge_fn, vocab, block):
+    """`merge_fn` over `block_fn(start, size)` for every block; the last may be shorter. No block is sliced twice."""
+    block = min(block, vocab)
+    first = block_fn(jnp.int32(0), block)
+
+    def step(carry, start):
+        return pair(carry, block_fn(start, block)), None
+
+    def pair(a, b):
+        return merge_fn(jax.tree.map(lambda x, y: jnp.stack([x, y]), a, b))
+
+    starts = jnp.arange(1, vocab // block, dtype=jnp.int32) * block
+    out = lax.scan(step, first, starts)[0] if starts.size else first
+    tail = vocab % block
+    return pair(out, block_fn(jnp.int32(vocab - tail), tail)) if tail else out
+
+
+def pad_to_group(x):
+    """Fill the last group with -inf: ids past the vocabulary have no mass."""
+    return jnp.pad(x, ((0, -x.shape[0] % noise.GROUP), (0, 0)), constant_values=-jnp.inf)
+
+
+def processed_block(h, w, start, size, options: Elementwise, vocab_axis, precision):
+    """(model logits, processed logits) of one block, `[size, rows]`."""
+    model = model_logits(block_logits(h, w, start, size, vocab_axis, precision), options.scale, options.soft_cap)
+    return model, processed_logits(model, block_of(options.bias, start, size), block_of(options.mask, start, size))
+
+
+def stage1(h, w, keys, t, options: Elementwise = Elementwise(), *, vocab, sample=0, vocab_axis=0, precision=None,
+           with_model=False, tiles=XlaTiles()):
+    """The race over `[0, vocab)`: (Race, Mass of the model law or None), each leaf `[rows]`.
+
+    h `[rows, d_model]`, w `[>= vocab, d_model]` (or transposed, vocab_axis=1), keys = two uint32 `[rows]`, t `[rows]`.
+    """
+    def of_block(start, size):
+        model, x = processed_block(h, w, start, size, options, vocab_axis, precision)
+        out = race.race_of(pad_to_group(x), keys, sample, t, start)
+        return out, race.mass_over(model, jnp.float32(1.0), start) if with_model else None
+
+    def merge(pair):
+        return race.merge(pair[0], t), race.merge_masses(pair[1], jnp.float32(1.0)) if with_model else None
+
+    return fold_blocks(of_block, merge, vocab, tiles.block)
+
+
+def stage1_mass(h, w, t, options: Elementwise = Elementwise(), *, vocab, vocab_axis=0, precision=None, tiles=XlaTiles()):
+    """Mass of the processed law over `[0, vocab)`, each leaf `[rows]`."""
+    def of_block(start, size):
+        return race.mass_over(processed_block(h, w, start, size, options, vocab_axis, precision)[1], t, start)
+
+    return fold_blocks(of_block, lambda m: race.merge_masses(m, t), vocab, tiles.block)
+
+
+def stage1_groups(h, w, t, options: Elementwise = Elementwise(), *, vocab, vocab_axis=0, precision=None, tiles=XlaTiles()):
+    """(top, total) of every group, `[groups, rows]`: an eighth of the logits, for draws that need more than one group."""
+    def of_block(start, size):
+        x = processed_block(h, w, start, size, options, vocab_axis, precision)[1]
+        return race.group_masses(pad_to_group(x), t)
+
+    block = min(tiles.block, vocab)
+    starts = jnp.arange(vocab // block, dtype=jnp.int32) * block
+    _, (top, total) = lax.scan(lambda _, start: (None, of_block(start, block)), None, starts)
+    top, total = top.reshape(-1, h.shape[0]), total.reshape(-1, h.shape[0])
+    if tail := vocab % block:
+        last_top, last_total = of_block(jnp.int32(vocab - tail), tail)
+        top, total = jnp.concatenate([top, last_top]), jnp.concatenate([total, last_total])
+    return top, total

@@ -159,7 +159,7 @@ def grouped_draw(logits, row_keys, temperature=1.0, *, sample=0, num_samples=Non
 
 
 def grouped_without_replacement(logits, row_keys, k, temperature=1.0, *, purpose=DRAW):
-    """int32 `[rows, k]`: k distinct tokens in the order of a Plackett-Luce draw, -1 where the row runs out of tokens."""
+    """int32 `[rows, k]`: k distinct tokens in Plackett-Luce order, -1 where the row runs out of tokens."""
     logits, row_keys = np.asarray(logits), np.asarray(row_keys, np.uint32)
     t = _temperatures(temperature, len(logits))
     return np.concatenate([_distinct_rows(logits[i], row_keys[i], t[i], k, purpose) for i in _chunks(logits)])
@@ -184,7 +184,7 @@ def _chunks(logits):
 
 
 def _grouped(logits, t):
-    """[rows, groups, 16] float64 logits padded with -inf, the groups' maxima, and safe temperatures of a stochastic row."""
+    """[rows, groups, 16] float64 logits padded with -inf, the groups' maxima, and temperatures safe to divide by."""
     rows, vocab = logits.shape
     x = np.full((rows, -(-vocab // GROUP) * GROUP), -np.inf)
     x[:, :vocab] = logits
@@ -265,7 +265,7 @@ def _distinct_rows(logits, row_keys, t, k, purpose):
 
 
 def _conditioned(x, m, scores, t, groups, row_keys, purpose):
-    """Ids and values `[rows, groups * 16]` of the chosen groups' tokens, their noise conditioned on the group's score."""
+    """Ids and values `[rows, groups * 16]` of the chosen groups' tokens, noise conditioned on the group's score."""
     ids = groups[..., None] * GROUP + np.arange(GROUP)
     k0, k1 = row_keys[:, 0, None, None], row_keys[:, 1, None, None]
     empty, t, score = np.isneginf(m)[..., None], t[:, None, None], scores[..., None]

@@ -93,7 +93,7 @@ def plackett_luce(probs, k: int) -> dict[tuple[int, ...], float]:
 
 
 def tuple_counts(draws, law) -> tuple[np.ndarray, np.ndarray]:
-    """Counts of the rows of `draws [n, k]` and the probabilities of `law`, in one order; a row outside the law fails."""
+    """Counts of the rows of `draws [n, k]` and the probabilities of `law`, in one order; none may be outside."""
     seen = Counter(map(tuple, np.asarray(draws).tolist()))
     assert not set(seen) - set(law), f"outside the law: {sorted(set(seen) - set(law))[:5]}"
     outcomes = list(law)

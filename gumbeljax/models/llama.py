@@ -1,0 +1,157 @@
+"""A decoder of the Llama family in Flax NNX: Llama, SmolLM2, Qwen2 (q/k/v bias) and Qwen3 (q/k norm).
+
+Attribute names are those of Hugging Face checkpoints, so a parameter's path is its name in the file. Layers are
+separate modules with one array each and the forward pass unrolls them: on a CPU a scan over stacked layers copies
+every layer's weights each step and is several times slower. Kernels are stored ``(in, out)``: the same speed as
+``(out, in)`` at batch 1, a quarter faster at batch 8.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from gumbeljax.kv_cache import ContiguousCache, causal_mask, init_contiguous, write
+from gumbeljax.models.config import LlamaConfig, rope_frequencies
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding of ``x [batch, seq, heads, head_dim]``: dimension ``i`` pairs with ``i + head_dim / 2``."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def _linear(d_in: int, d_out: int, dtype, rngs: nnx.Rngs, use_bias: bool = False) -> nnx.Linear:
+    return nnx.Linear(d_in, d_out, use_bias=use_bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
+
+
+def _norm(size: int, config: LlamaConfig, dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(size, epsilon=config.rms_eps, dtype=dtype, param_dtype=dtype, rngs=rngs)
+
+
+class Attention(nnx.Module):
+    """Causal attention with grouped key-value heads over the slots of a cache."""
+
+    def __init__(self, config: LlamaConfig, dtype, *, rngs: nnx.Rngs):
+        self.head_dim = config.head_dim
+        d_q, d_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = _linear(config.d_model, d_q, dtype, rngs, config.has_qkv_bias)
+        self.k_proj = _linear(config.d_model, d_kv, dtype, rngs, config.has_qkv_bias)
+        self.v_proj = _linear(config.d_model, d_kv, dtype, rngs, config.has_qkv_bias)
+        self.o_proj = _linear(d_q, config.d_model, dtype, rngs)
+        self.has_qk_norm = config.has_qk_norm
+        if config.has_qk_norm:
+            self.q_norm = _norm(config.head_dim, config, dtype, rngs)
+            self.k_norm = _norm(config.head_dim, config, dtype, rngs)
+
+    def __call__(self, x, rope, mask, positions, keys, values):
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = (project(x).reshape(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self.has_qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        keys = write(keys, rotate(k, *rope), positions)
+        values = write(values, v, positions)
+        out = jax.nn.dot_product_attention(
+            rotate(q, *rope), keys.astype(q.dtype), values.astype(q.dtype), mask=mask[:, None]
+        )
+        return self.o_proj(out.reshape(*x.shape[:2], -1)), keys, values
+
+
+class MLP(nnx.Module):
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, config: LlamaConfig, dtype, *, rngs: nnx.Rngs):
+        self.gate_proj = _linear(config.d_model, config.d_ff, dtype, rngs)
+        self.up_proj = _linear(config.d_model, config.d_ff, dtype, rngs)
+        self.down_proj = _linear(config.d_ff, config.d_model, dtype, rngs)
+
+    def __call__(self, x):
+        return self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nnx.Module):
+    """One layer: attention and MLP, each behind a norm and around a residual."""
+
+    def __init__(self, config: LlamaConfig, dtype, *, rngs: nnx.Rngs):
+        self.input_layernorm = _norm(config.d_model, config, dtype, rngs)
+        self.self_attn = Attention(config, dtype, rngs=rngs)
+        self.post_attention_layernorm = _norm(config.d_model, config, dtype, rngs)
+        self.mlp = MLP(config, dtype, rngs=rngs)
+
+    def __call__(self, x, rope, mask, positions, keys, values):
+        out, keys, values = self.self_attn(self.input_layernorm(x), rope, mask, positions, keys, values)
+        x = x + out
+        return x + self.mlp(self.post_attention_layernorm(x)), keys, values
+
+
+class Llama(nnx.Module):
+    """Token ids to hidden states; the head is left to ``gumbeljax.sample``.
+
+    ``model(tokens, positions, cache) -> (h, cache)`` with ``tokens`` and ``positions`` ``int32[batch, seq]``, a
+    ``ContiguousCache`` and ``h [batch, seq, d_model]``, the output of the final norm. ``model.head()`` is ``w``.
+
+    >>> config = LlamaConfig(vocab=32, d_model=8, d_ff=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4)
+    >>> model = Llama(config, rngs=nnx.Rngs(0))
+    >>> tokens = jnp.array([[3, 5, 7]])
+    >>> h, cache = model(tokens, jnp.arange(3)[None], model.init_cache(1, 16))
+    >>> h.shape, model.head().shape
+    ((1, 3, 8), (32, 8))
+    """
+
+    def __init__(self, config: LlamaConfig, dtype=jnp.float32, *, rngs: nnx.Rngs):
+        self.config = config
+        self.dtype = dtype
+        self.embed_tokens = nnx.Embed(config.vocab, config.d_model, dtype=dtype, param_dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([Block(config, dtype, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = _norm(config.d_model, config, dtype, rngs)
+        if not config.is_tied:
+            # [vocab, d_model], as the checkpoint stores it and as the sampler reads it.
+            self.lm_head = nnx.Embed(config.vocab, config.d_model, dtype=dtype, param_dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, cache: ContiguousCache
+    ) -> tuple[jax.Array, ContiguousCache]:
+        angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rope_frequencies(self.config), jnp.float32)
+        rope = jnp.cos(angles), jnp.sin(angles)
+        mask = causal_mask(positions, cache.keys[0].shape[1])
+        x = self.embed_tokens(tokens)
+        slots = []
+        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
+            x, keys, values = layer(x, rope, mask, positions, keys, values)
+            slots.append((keys, values))
+        return self.norm(x), ContiguousCache(*(tuple(s) for s in zip(*slots, strict=True)))
+
+    def head(self) -> jax.Array:
+        """The head ``w [vocab, d_model]``: the embedding table itself when the checkpoint ties them."""
+        return (self.embed_tokens if self.config.is_tied else self.lm_head).embedding[...]
+
+    def init_cache(self, batch: int, max_length: int) -> ContiguousCache:
+        """An empty cache for ``batch`` rows of at most ``max_length`` tokens each."""
+        config = self.config
+        return init_contiguous(config.num_layers, batch, max_length, config.num_kv_heads, config.head_dim, self.dtype)
+
+
+class DecodeFn:
+    """The pure form of a module: ``(params, tokens, positions, cache) -> (h, cache)``; equal modules compare equal."""
+
+    def __init__(self, graphdef: nnx.GraphDef):
+        self.graphdef = graphdef
+
+    def __call__(self, params, tokens, positions, cache):
+        return nnx.merge(self.graphdef, params)(tokens, positions, cache)
+
+    def __eq__(self, other):
+        return isinstance(other, DecodeFn) and self.graphdef == other.graphdef
+
+    def __hash__(self):
+        return hash(self.graphdef)
+
+
+def as_decode_fn(model: nnx.Module) -> tuple[DecodeFn, nnx.State]:
+    """Split an NNX module into the callable and the parameters that ``gumbeljax.decode`` takes.
+
+    The parameters go through ``jit`` as arguments: constants closed over would be folded at compile time.
+    """
+    graphdef, params = nnx.split(model)
+    return DecodeFn(graphdef), params

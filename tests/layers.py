@@ -21,6 +21,7 @@ LAYERS: dict[str, int] = {
     "gumbeljax._checks": 1,
     "gumbeljax._implementation": 1,
     "gumbeljax._compat": 1,
+    "gumbeljax._keys": 1,
     "gumbeljax.processing": 2,
     "gumbeljax.groups": 2,
     "gumbeljax.relaxation": 2,

@@ -1,0 +1,65 @@
+"""Plots of benchmark results, from their JSON alone: results/<name>.json -> results/<name>.png."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from benchmarks import harness
+
+COLOURS = ("#1b7837", "#7b8fa6", "#b9c4d0", "#e3d3a8")  # in the order of the contenders: ours first, floors last
+NEEDED = {"head", "rows", "seconds", "ratio"}
+
+
+def plot_ratios(result: dict[str, Any]) -> plt.Figure:
+    """A panel for each head: times relative to the base (quartiles), over rows; milliseconds on the bars."""
+    heads = list({row["head"]["name"]: row["head"] for row in result["rows"]}.values())
+    names = list(result["rows"][0]["seconds"])
+    figure, axes = plt.subplots(
+        1, len(heads), figsize=(6.5 * len(heads), 4), squeeze=False, sharey=True, layout="constrained"
+    )
+    for axis, head in zip(axes[0], heads, strict=True):
+        rows = [row for row in result["rows"] if row["head"] == head]
+        width = 0.85 / len(names)
+        for i, name in enumerate(names):
+            at = [j + (i - (len(names) - 1) / 2) * width for j in range(len(rows))]
+            ratios = [row["ratio"][name] for row in rows]
+            spread = [[abs(r["median"] - r[q]) for r in ratios] for q in ("q25", "q75")]
+            colour = COLOURS[i % len(COLOURS)]
+            bars = axis.bar(at, [r["median"] for r in ratios], width, yerr=spread, capsize=2, label=name, color=colour)
+            axis.bar_label(bars, [f"{1e3 * row['seconds'][name]['median']:.3g}" for row in rows], padding=2, fontsize=8)
+            if i == 0:
+                for x, row in zip(at, rows, strict=True):
+                    if row.get("target") is not None:
+                        axis.hlines(row["target"], x - width / 2, x + width / 2, colors="#b2182b", linestyles="dotted")
+        axis.axhline(1, color="#7b8fa6", linewidth=0.8, zorder=0)
+        axis.set(xticks=range(len(rows)), xticklabels=[row["rows"] for row in rows], xlabel="rows")
+        axis.set_title(f"{head['name']}: {head['vocab']:,} x {head['d_model']:,}", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel(f"time / {result['base']}")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names), frameon=False)
+    where = result["environment"]
+    machine = f"{where['device']}, {where['cores']} cores, jax {where['versions']['jax']}"
+    figure.suptitle(f"{machine}. On the bars: ms per call; dotted: the target", fontsize=10)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
+    parser.add_argument("names", nargs="*", help="results to plot (default: all that hold times by head and rows)")
+    names = parser.parse_args().names
+    for name in names or sorted(path.stem for path in harness.RESULTS.glob("*.json")):
+        result = harness.load(Path(name).stem)
+        if not names and not all(row.keys() >= NEEDED for row in result["rows"]):
+            continue
+        path = harness.RESULTS / f"{Path(name).stem}.png"
+        plot_ratios(result).savefig(path, dpi=120)
+        print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

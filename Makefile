@@ -57,7 +57,7 @@ test: $(VENV)/.test  ## run the tests (they skip what needs a GPU where none is 
 
 lint: $(VENV)/.lint  ## ruff and pyright
 	@$(PY) -m ruff check .
-	@$(PY) -m pyright
+	@$(PY) -m pyright --pythonpath $(PY)
 
 docs: $(VENV)/.docs  ## build the documentation into docs/_build/html
 	@$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html $(ARGS)

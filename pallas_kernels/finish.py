@@ -19,7 +19,12 @@ class Draw(NamedTuple):
 
 
 def token_logits(h, w, ids, vocab_axis):
-    """Raw logits `[n, rows]` of the token ids `[n, rows]`: products and sums in float32, whatever the dtype."""
+    """Raw logits `[n, rows]` of the token ids `[n, rows]`: products and sums in float32, whatever the dtype.
+
+    With w None, h holds the logits `[rows, vocab]` themselves.
+    """
+    if w is None:
+        return jnp.take_along_axis(h, ids.T, axis=1).T.astype(jnp.float32)
     picked = jnp.take(w, ids, axis=vocab_axis, mode="clip").astype(h.dtype).astype(jnp.float32)
     picked = jnp.moveaxis(picked, 0, -1) if vocab_axis == 1 else picked
     return jnp.sum(picked * h.astype(jnp.float32), axis=-1)
@@ -50,10 +55,10 @@ def group_log_prob(won: race.Race, keys, sample, t, first):
     return ((won.high - won.top) + won.low) * inverse_temperature(t) - gumbel - jnp.log(won.total)
 
 
-def token_log_prob(x, t, ids, token):
-    """`log P(token | group)` from the group's logits `[16, rows]`."""
-    top, total = race.group_masses(x, t)
-    return (at(x, ids, token) - top[0]) * inverse_temperature(t) - jnp.log(total[0])
+def log_probs_in_group(x, t):
+    """`log P(token | group)` of logits `[16, ...]`."""
+    z = (x - race.finite_or_zero(jnp.max(x, axis=0))) * inverse_temperature(t)
+    return z - jnp.log(jnp.sum(jnp.exp(z), axis=0))
 
 
 def log_normalizer_of(top, total, t):
@@ -67,7 +72,8 @@ def finish(h, w, keys, t, options: Elementwise, won: race.Race, model_mass, *, v
     ids, model, x = group_logits(h, w, first, options, vocab=vocab, vocab_axis=vocab_axis)
     token = race.choose(race.token_scores(x, keys, sample, t, ids), ids)
     ok = has_law(won.top, won.total) & (token < vocab)
-    tempered = jnp.where(t == 0.0, 0.0, group_log_prob(won, keys, sample, t, first) + token_log_prob(x, t, ids, token))
+    tempered = group_log_prob(won, keys, sample, t, first) + at(log_probs_in_group(x, t), ids, token)
+    tempered = jnp.where(t == 0.0, 0.0, tempered)
     if model_mass is None:
         model_log_prob = jnp.full_like(tempered, jnp.nan)
     else:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-TINY = 2.0**-126  # smallest normal float32: a temperature below it is greedy, since devices flush what is smaller
+TINY = 2.0**-100  # a temperature below it is greedy: (l - top) / T would leave the range of float32
 
 
 class Elementwise(NamedTuple):
@@ -40,13 +40,13 @@ def processed_logits(x, bias, mask, allowed=None):
 
 
 def inverse_temperature(t):
-    """`1 / t`, finite and positive for every valid t: 2^126 at 0, where it only ever meets 0 or a large negative."""
+    """`1 / t`, finite and positive for every valid t: 2^100 at 0, where differences of logits only need their order."""
     inverse = jnp.where(t == 0.0, jnp.float32(1.0 / TINY), 1.0 / jnp.where(t == 0.0, 1.0, t))
     return jnp.where(inverse < TINY, TINY, inverse)
 
 
 def canonical_temperature(t):
-    """Float32 temperature: exactly 0 below the smallest normal number, NaN (no law) if negative, infinite or NaN."""
+    """Float32 temperature: exactly 0 below 2^-100, NaN (no law) if negative, infinite or NaN."""
     t = jnp.asarray(t, jnp.float32)
     t = jnp.where((t >= 0.0) & (t < TINY), 0.0, t)
     return jnp.where((t >= 0.0) & (t < jnp.inf), t, jnp.nan)

@@ -13,8 +13,13 @@ from pallas_kernels.tiles import XlaTiles
 
 
 def block_logits(h, w, start, size, vocab_axis, precision):
-    """Raw logits `[size, rows]`, accumulated in float32. `w` is the left operand: at few rows XLA's CPU code for
-    `w @ h.T` reads memory at full speed and that for `h @ w.T` does not (3x at one row)."""
+    """Raw logits `[size, rows]`, accumulated in float32; with w None, h holds the logits `[rows, vocab]` themselves.
+
+    `w` is the left operand: at few rows XLA's CPU code for `w @ h.T` reads memory at full speed and that for `h @ w.T`
+    does not (3x at one row).
+    """
+    if w is None:
+        return lax.dynamic_slice_in_dim(h, start, size, axis=1).T.astype(jnp.float32)
     w = lax.dynamic_slice_in_dim(w, start, size, axis=vocab_axis).astype(h.dtype)
     contract = ((1 - vocab_axis,), (1,))
     return lax.dot_general(w, h, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)

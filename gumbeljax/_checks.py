@@ -1,0 +1,168 @@
+"""Bad input gets one sentence at trace time: the argument, the rule, what was got, the fix."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gumbeljax._typing import Array
+
+FLOATS = ("bfloat16", "float16", "float32")
+
+
+class Head(NamedTuple):
+    """Checked operands: h `[rows, d_model]`, w as given, and what their shapes say."""
+
+    h: Array
+    w: Array
+    batch_shape: tuple[int, ...]
+    num_rows: int
+    vocab: int  # ids below this exist; the table may be longer
+    vocab_axis: int
+
+
+def shape_of(x) -> list[int]:
+    return list(np.shape(x))
+
+
+def is_concrete(x) -> bool:
+    """Whether values can be looked at now: not a tracer (and None has none)."""
+    return x is not None and not isinstance(x, jax.core.Tracer)
+
+
+def float_array(x, name: str) -> Array:
+    """A bfloat16, float16 or float32 array. float64 becomes float32; anything else is refused."""
+    x = jnp.asarray(x)
+    if x.dtype == jnp.float64:
+        x = x.astype(jnp.float32)
+    if x.dtype.name not in FLOATS:
+        raise TypeError(f"{name} must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}; got {x.dtype}: "
+                        f"cast it with {name}.astype(jnp.float32).")
+    return x
+
+
+def head(h, w, vocab_axis: int, valid_vocab: int | None) -> Head:
+    """Checks h `[*batch, d_model]` against w `[vocab, d_model]`, or `[d_model, vocab]` with `vocab_axis=1`."""
+    h, w = float_array(h, "h"), float_array(w, "w")
+    if vocab_axis not in (0, 1, -1, -2):
+        raise ValueError(f"vocab_axis must be 0 for w [vocab, d_model] or 1 for w [d_model, vocab]; got {vocab_axis!r}.")
+    vocab_axis %= 2
+    if w.ndim != 2:
+        raise ValueError(f"w must be [vocab, d_model]; got shape {shape_of(w)}: pass the two-dimensional output table.")
+    if h.ndim == 0:
+        raise ValueError("h must be [*batch, d_model]; got a scalar: pass the hidden states.")
+    d_model, vocab = w.shape[1 - vocab_axis], w.shape[vocab_axis]
+    if h.shape[-1] != d_model:
+        layout = "[vocab, d_model]" if vocab_axis == 0 else "[d_model, vocab]"
+        raise ValueError(f"h must end in d_model = {d_model}, that of w {shape_of(w)} read as {layout}; got h "
+                         f"{shape_of(h)}: for a w of the other layout pass vocab_axis={1 - vocab_axis}.")
+    if d_model == 0 or vocab == 0:
+        raise ValueError(f"w must have at least one token and one coordinate; got shape {shape_of(w)}.")
+    # A wider dtype wins, so that neither operand is rounded; w is widened block by block, never as a whole.
+    h = h.astype(jnp.promote_types(h.dtype, w.dtype))
+    batch_shape = h.shape[:-1]
+    num_rows = math.prod(batch_shape)
+    return Head(h.reshape(num_rows, d_model), w, batch_shape, num_rows, vocabulary(valid_vocab, vocab), vocab_axis)
+
+
+def vocabulary(valid_vocab: int | None, vocab: int) -> int:
+    """The number of real tokens."""
+    if valid_vocab is None:
+        return vocab
+    if isinstance(valid_vocab, bool) or not isinstance(valid_vocab, int | np.integer):
+        raise TypeError(f"valid_vocab must be a Python int; got {type(valid_vocab).__name__}: "
+                        "it sets shapes, so it cannot be traced.")
+    if not 0 < valid_vocab <= vocab:
+        raise ValueError(f"valid_vocab must be between 1 and the vocabulary of w, {vocab}; got {valid_vocab}.")
+    return int(valid_vocab)
+
+
+def per_row(x, name: str, batch_shape: tuple[int, ...]) -> Array:
+    """A scalar, or one number per row, as float32 `[rows]`."""
+    if isinstance(x, str) or x is None:
+        raise TypeError(f"{name} must be a number or an array of shape {list(batch_shape)}; got {x!r}.")
+    x = jnp.asarray(x)
+    if not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
+        raise TypeError(f"{name} must be real; got dtype {x.dtype}: cast it to float32.")
+    if x.shape not in ((), batch_shape):
+        raise ValueError(f"{name} must be a scalar or have the batch's shape {list(batch_shape)}; got {list(x.shape)}.")
+    return jnp.broadcast_to(x.astype(jnp.float32), batch_shape).reshape(-1)
+
+
+def temperature(x, batch_shape: tuple[int, ...]) -> Array:
+    """Checked temperatures `[rows]`: concrete values must be finite and not negative, traced ones are marked later."""
+    out = per_row(x, "temperature", batch_shape)
+    if is_concrete(x):
+        values = np.asarray(x, np.float64)
+        if values.size and not (np.all(values >= 0) and np.all(np.isfinite(values))):
+            bad = values[~((values >= 0) & np.isfinite(values))].reshape(-1)[0] if values.ndim else values
+            raise ValueError(f"temperature must be finite and at least 0 (0 is greedy); got {bad:g}.")
+    return out
+
+
+def per_token(x, name: str, batch_shape: tuple[int, ...], width: int, vocab: int, dtype) -> Array | None:
+    """An option over the vocabulary: `[vocab]` or `[*batch, vocab]`, as `[vocab]` or `[rows, vocab]` cut to real ids."""
+    if x is None:
+        return None
+    if isinstance(x, Mapping) and dtype == jnp.float32:
+        x = dense_bias(x, name, width, vocab)
+    x = jnp.asarray(x)
+    if dtype == jnp.bool_ and x.dtype != jnp.bool_:
+        raise TypeError(f"{name} must be boolean, True for allowed tokens; got dtype {x.dtype}: write {name} != 0.")
+    if dtype == jnp.float32:
+        x = float_array(x, name).astype(jnp.float32)
+    if x.ndim == 0 or x.shape[-1] != width:
+        raise ValueError(f"{name} must be as wide as the vocabulary of w, {width}; got width "
+                         f"{x.shape[-1] if x.ndim else 'none (a scalar)'}: pad it to {width}.")
+    if x.shape not in ((width,), (*batch_shape, width)):
+        raise ValueError(f"{name} must be {[width]} or {[*batch_shape, width]}; got {list(x.shape)}.")
+    return x.reshape(-1, width)[:, :vocab] if x.ndim > 1 else x[:vocab]
+
+
+def dense_bias(x: Mapping, name: str, width: int, vocab: int) -> Array:
+    """`{token id: bias}` as a dense `[width]` array."""
+    for token in x:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
+            raise ValueError(f"{name} must name token ids from 0 to {vocab - 1}; got {token!r}.")
+    ids = jnp.asarray(list(x), jnp.int32)
+    values = jnp.stack([jnp.asarray(v, jnp.float32) for v in x.values()]) if x else jnp.zeros(0, jnp.float32)
+    return jnp.zeros(width, jnp.float32).at[ids].set(values)
+
+
+def constant(x, name: str, positive: bool = False) -> float | None:
+    """A model constant such as `soft_cap`: a finite Python number, static."""
+    if x is None:
+        return None
+    if isinstance(x, bool) or not isinstance(x, int | float | np.floating | np.integer):
+        raise TypeError(f"{name} must be a Python number, fixed when the call is traced; got {type(x).__name__}.")
+    if not math.isfinite(x) or (positive and x <= 0):
+        raise ValueError(f"{name} must be finite{' and positive' if positive else ''}; got {x}.")
+    return float(x)
+
+
+def choice(x, name: str, allowed: tuple) -> None:
+    """One of a few names."""
+    if x not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {x!r}.")
+
+
+def count(x, name: str) -> int:
+    """A positive Python int."""
+    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+        raise TypeError(f"{name} must be a Python int, since it sets the shape of the result; got {type(x).__name__}.")
+    if x < 1:
+        raise ValueError(f"{name} must be at least 1; got {x}.")
+    return int(x)
+
+
+def token_ids(tokens, batch_shape: tuple[int, ...]) -> Array:
+    """Integer tokens of the batch's shape, as int32 `[rows]`."""
+    tokens = jnp.asarray(tokens)
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"tokens must be integers; got dtype {tokens.dtype}: cast them to int32.")
+    if tokens.shape != batch_shape:
+        raise ValueError(f"tokens must have the batch's shape {list(batch_shape)}; got {list(tokens.shape)}.")
+    return tokens.astype(jnp.int32).reshape(-1)

@@ -1,0 +1,56 @@
+"""From the key a user has to one row key per row."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from gumbeljax._typing import Array, Key
+from pallas_kernels import noise
+
+
+def typed_key(key: Key, name: str = "key") -> Array:
+    """A typed key array of any shape; raw uint32 key data is wrapped with the default implementation."""
+    if isinstance(key, (int, float)) or not hasattr(key, "dtype"):
+        raise TypeError(f"{name} must be a JAX random key; got {type(key).__name__}: pass jax.random.key(seed).")
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    if key.dtype != jnp.uint32 or key.ndim == 0:
+        raise TypeError(f"{name} must be a typed key or raw uint32 key data; got {key.dtype}{list(key.shape)}: "
+                        "pass jax.random.key(seed).")
+    words = jax.eval_shape(jax.random.PRNGKey, 0).shape[-1]
+    if key.shape[-1] != words:
+        raise TypeError(f"{name} must have {words} words of raw key data on its last axis; got shape {list(key.shape)}: "
+                        "pass jax.random.key(seed).")
+    return jax.random.wrap_key_data(jnp.asarray(key))
+
+
+def as_threefry(key: Array) -> Array:
+    """The key itself if it is a threefry key; else a threefry key hashed from its words.
+
+    Not drawn with `jax.random.bits`: under `vmap` the other generators give numbers that depend on the whole batch.
+    """
+    if "threefry" in str(jax.random.key_impl(key)):
+        return key
+    words = jax.random.key_data(key)
+    hashed = noise.threefry2x32(words[..., 0], words[..., 1], words[..., 2], words[..., 3])
+    return jax.random.wrap_key_data(jnp.stack(hashed, axis=-1), impl="threefry2x32")
+
+
+def row_keys(key: Key, batch_shape: tuple[int, ...]) -> tuple[Array, Array]:
+    """The two key words of every row, uint32 `[rows]` each.
+
+    An array of keys with the shape of the batch is used as it is. One key for a batch gives row i (row-major) the key
+    `jax.random.fold_in(key, i)`, so a row's key does not depend on the size of the batch.
+    """
+    key = as_threefry(typed_key(key))
+    num_rows = math.prod(batch_shape)
+    if key.shape == batch_shape:
+        key = key.reshape(num_rows)
+    elif key.shape == ():
+        key = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_rows, dtype=jnp.uint32))
+    else:
+        raise ValueError(f"key must be one key or an array of keys of the batch's shape {list(batch_shape)}; "
+                         f"got shape {list(key.shape)}: use jax.random.split(key, {batch_shape}).")
+    data = jax.random.key_data(key)
+    return data[:, 0], data[:, 1]

@@ -1,0 +1,212 @@
+"""Draw tokens from `softmax(h @ w.T)` without writing the logits.
+
+Options shared by the functions of this file and of `gumbeljax.scoring`:
+
+  temperature: number or `[*batch]`, finite and >= 0. The law is `softmax(l / temperature)`; 0 is greedy for that row
+    (so is anything below 2^-100). Traced; rows may differ.
+  valid_vocab: Python int. Ids from it on are padding of the table: never drawn, without mass in any law.
+  logit_bias: float `[vocab]` or `[*batch, vocab]`, or a dict from token id to bias, added to the logits.
+  mask: bool `[vocab]` or `[*batch, vocab]`, True for tokens that may be drawn.
+  vocab_axis: 0 for w `[vocab, d_model]`, 1 for w `[d_model, vocab]`. Both are read in place.
+  scale, soft_cap: Python numbers c of the model: `l = soft_cap * tanh(scale * (h @ w.T) / soft_cap)`.
+  precision: of float32 products: None or "highest" (float32), "high" (three TF32 products), "default" (one; the
+    device's own choice). bfloat16 and float16 products are exact in float32 in any case. Sums are float32.
+  implementation: None (chosen for the device), "xla" or "triton"; a named one runs or raises NotImplementedError.
+
+Order: `h @ w.T -> scale -> soft_cap -> [model law] -> logit_bias -> mask -> temperature -> [tempered law] -> draw`.
+
+A row that has no law (everything masked; a NaN or +inf logit; a traced temperature that is NaN, infinite or negative)
+yields token -1 and NaN log-probabilities. No other value outside `[0, vocab)` is ever returned.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from gumbeljax import _checks, categorical
+from gumbeljax._call import Config, Operands, prepare, prepare_logits
+from gumbeljax._keys import row_keys, typed_key
+from gumbeljax._typing import Array, ArrayLike, Key, Method, Mode
+from pallas_kernels import many, race
+from pallas_kernels.finish import Draw, finish, has_law
+
+
+@functools.partial(jax.jit, static_argnames=("config", "num_samples", "replace", "log_probs"))
+def _draw(operands: Operands, keys, *, config: Config, num_samples, replace, log_probs) -> Draw:
+    """Leaves `[rows]`, or `[num_samples, rows]`."""
+    h, w, t, options = operands.h, operands.w, operands.t, operands.options(config)
+    stage1, stage1_mass, stage1_groups = config.stages()
+    shape = config.shape_arguments()
+    where = {"vocab": config.vocab, "vocab_axis": config.vocab_axis}
+    if num_samples is None:
+        won, model_mass = stage1(h, w, keys, t, options, with_model=log_probs, **shape)
+        return finish(h, w, keys, t, options, won, model_mass, **where)
+    model_mass = None
+    if log_probs:
+        model_mass = stage1_mass(h, w, jnp.ones_like(t), options._replace(bias=None, mask=None), **shape)
+    top, total = stage1_groups(h, w, t, options, **shape)
+    draw = many.with_replacement if replace else many.without_replacement
+    return draw(h, w, keys, t, options, top, total, model_mass, num_samples=num_samples, **where)
+
+
+def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mode, log_probs) -> Draw:
+    """Draws by either law and gives every leaf the shape `[*batch]` or `[*batch, num_samples]`."""
+    _checks.choice(method, "method", ("grouped", "categorical"))
+    _checks.choice(mode, "mode", ("low", "high"))
+    if num_samples is not None:
+        num_samples = _checks.count(num_samples, "num_samples")
+        if not replace and num_samples > config.vocab:
+            raise ValueError(f"num_samples must be at most the number of tokens, {config.vocab}, when replace=False; "
+                             f"got {num_samples}.")
+    rows = operands.h.shape[0]
+    out_shape = batch_shape if num_samples is None else (*batch_shape, num_samples)
+    if rows == 0:
+        row_keys(key, batch_shape)  # for its checks
+        nothing = jnp.zeros(out_shape, jnp.float32)
+        return Draw(nothing.astype(jnp.int32), nothing, nothing, nothing)
+    if method == "categorical":
+        if config.implementation != "xla":
+            raise NotImplementedError("method='categorical' is run by XLA alone; got implementation="
+                                      f"{config.implementation!r}: leave implementation out.")
+        out = categorical.draw(operands, config, typed_key(key), batch_shape, num_samples=num_samples, replace=replace,
+                               mode=mode)
+    else:
+        out = _draw(operands, row_keys(key, batch_shape), config=config, num_samples=num_samples, replace=replace,
+                    log_probs=log_probs)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1).reshape(out_shape) if x.ndim > 1 else x.reshape(out_shape), out)
+
+
+def _prepare_draw(h, w, method, implementation, **options):
+    """`method="categorical"` runs XLA on every device, unless another implementation was named."""
+    return prepare(h, w, implementation="xla" if method == "categorical" and implementation is None else implementation,
+                   **options)
+
+
+def sample(h: ArrayLike, w: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, num_samples: int | None = None,
+           replace: bool = True, valid_vocab: int | None = None, logit_bias: ArrayLike | None = None,
+           mask: ArrayLike | None = None, vocab_axis: int = 0, scale: float | None = None,
+           soft_cap: float | None = None, method: Method = "grouped", mode: Mode = "low",
+           precision: str | jax.lax.Precision | None = None, implementation: str | None = None) -> Array:
+    """Tokens from `softmax((h @ w.T + logit_bias) / temperature)`; the logits are never written to memory.
+
+    Pathwise exact: a row's token is a function of its logits, its key and its temperature, whatever the
+    implementation, tiles, neighbours, slot or batch size (near-ties within the rounding of `h @ w.T` aside).
+
+    The law is grouped Gumbel-max. With the vocabulary cut into groups of 16 consecutive ids, the group with the largest
+    `logsumexp(l in group) + Gumbel` is drawn, then the token with the largest `l + Gumbel` in it; by max-stability of
+    the Gumbel distribution the token has law softmax(l), from `vocab / 16 + 16` noise values instead of `vocab`.
+
+    Args:
+      h: hidden states `[*batch, d_model]`; bfloat16, float16 or float32.
+      w: output table `[vocab, d_model]` (see `vocab_axis`); any of the same dtypes.
+      key: one key (row i, in row-major order, draws with `jax.random.fold_in(key, i)`; a single `h` of rank 1 with the
+        key itself), or an array of keys of shape `[*batch]`. In a decode loop use
+        `fold_in(request key, absolute position of the token)`, so that tokens do not depend on the batch.
+      num_samples: None for one token per row, or a Python int for a last axis of that many tokens.
+      replace: False draws `num_samples` distinct tokens, in the order of sampling without replacement (Plackett-Luce);
+        the first is the token of a single draw. If a row has fewer tokens, the rest is -1.
+      method: "grouped", or "categorical": token for token `jax.random.categorical(key, logits, mode=mode)` on float32
+        logits, run by XLA with the logits in memory, for those who must not see a token change.
+      mode: of `method="categorical"`: "low" or "high".
+      (the other options: see the top of `gumbeljax.sampling`)
+
+    Returns:
+      int32 tokens `[*batch]`, or `[*batch, num_samples]`; -1 for a row that has no law.
+
+    Raises:
+      ValueError, TypeError: an argument breaks its rule.
+      NotImplementedError: the named implementation cannot run here.
+
+    >>> import jax, jax.numpy as jnp, gumbeljax
+    >>> w = jnp.array([[0.0, 1.0], [9.0, 1.0], [1.0, 0.0]])
+    >>> int(gumbeljax.sample(jnp.array([5.0, 0.0]), w, jax.random.key(0)))
+    1
+
+    Source: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NeurIPS 2014; fused with the head as in
+    "FlashSampling", arXiv 2603.15854.
+    """
+    operands, config, batch_shape = _prepare_draw(
+        h, w, method, implementation, temperature=temperature, valid_vocab=valid_vocab, logit_bias=logit_bias, mask=mask,
+        vocab_axis=vocab_axis, scale=scale, soft_cap=soft_cap, precision=precision)
+    return _run(operands, config, batch_shape, key, num_samples=num_samples, replace=replace, method=method, mode=mode,
+                log_probs=False).token
+
+
+def sample_with_log_probs(
+        h: ArrayLike, w: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, num_samples: int | None = None,
+        replace: bool = True, valid_vocab: int | None = None, logit_bias: ArrayLike | None = None,
+        mask: ArrayLike | None = None, vocab_axis: int = 0, scale: float | None = None, soft_cap: float | None = None,
+        method: Method = "grouped", mode: Mode = "low", precision: str | jax.lax.Precision | None = None,
+        implementation: str | None = None) -> Draw:
+    """The tokens of `sample` with their log-probabilities, from the same pass over `w`.
+
+    Pathwise exact, with the same tokens as `sample`.
+
+    Args: as `sample`.
+
+    Returns:
+      `Draw(token, model_log_prob, tempered_log_prob, log_normalizer)`, each of the shape of the tokens, float32 nats:
+      the model's own law (before bias, mask and temperature), the law drawn from, and `T * logsumexp(l / T)` of the
+      latter (logsumexp(l) at T = 1, max(l) at T = 0). NaN where the token is -1.
+
+    Raises: as `sample`.
+
+    >>> import jax, jax.numpy as jnp, gumbeljax
+    >>> out = gumbeljax.sample_with_log_probs(jnp.ones(4), jnp.zeros((8, 4)), jax.random.key(0))
+    >>> print(f"{out.model_log_prob:.4f} = -log 8")
+    -2.0794 = -log 8
+    """
+    operands, config, batch_shape = _prepare_draw(
+        h, w, method, implementation, temperature=temperature, valid_vocab=valid_vocab, logit_bias=logit_bias, mask=mask,
+        vocab_axis=vocab_axis, scale=scale, soft_cap=soft_cap, precision=precision)
+    return _run(operands, config, batch_shape, key, num_samples=num_samples, replace=replace, method=method, mode=mode,
+                log_probs=True)
+
+
+def sample_logits(logits: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, num_samples: int | None = None,
+                  replace: bool = True, valid_vocab: int | None = None, logit_bias: ArrayLike | None = None,
+                  mask: ArrayLike | None = None, method: Method = "grouped", mode: Mode = "low") -> Array:
+    """As `sample`, for logits `[*batch, vocab]` that exist already: same law, same noise, same token.
+
+    Pathwise exact. Noise and sums are float32 whatever the dtype of the logits.
+
+    >>> import jax, jax.numpy as jnp, gumbeljax
+    >>> gumbeljax.sample_logits(jnp.array([[0.0, 50.0], [50.0, 0.0]]), jax.random.key(0)).tolist()
+    [1, 0]
+    """
+    operands, config, batch_shape = prepare_logits(logits, temperature=temperature, valid_vocab=valid_vocab,
+                                                   logit_bias=logit_bias, mask=mask)
+    return _run(operands, config, batch_shape, key, num_samples=num_samples, replace=replace, method=method, mode=mode,
+                log_probs=False).token
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _greedy(operands: Operands, *, config: Config) -> Array:
+    _, stage1_mass, _ = config.stages()
+    mass: race.Mass = stage1_mass(operands.h, operands.w, operands.t, operands.options(config), **config.shape_arguments())
+    return jnp.where(has_law(mass.top, mass.total), mass.argmax, -1)
+
+
+def greedy(h: ArrayLike, w: ArrayLike, *, valid_vocab: int | None = None, logit_bias: ArrayLike | None = None,
+           mask: ArrayLike | None = None, vocab_axis: int = 0, scale: float | None = None, soft_cap: float | None = None,
+           precision: str | jax.lax.Precision | None = None, implementation: str | None = None) -> Array:
+    """The most probable token of every row, `argmax(h @ w.T + logit_bias)`; equal logits go to the lowest id.
+
+    Pathwise exact; `sample` at temperature 0.
+
+    Args: as `sample`.
+
+    Returns:
+      int32 tokens `[*batch]`; -1 for a row that has no law.
+
+    >>> import jax.numpy as jnp, gumbeljax
+    >>> int(gumbeljax.greedy(jnp.ones(2), jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]])))
+    1
+    """
+    operands, config, batch_shape = prepare(
+        h, w, valid_vocab=valid_vocab, logit_bias=logit_bias, mask=mask, vocab_axis=vocab_axis, scale=scale,
+        soft_cap=soft_cap, precision=precision, implementation=implementation)
+    if operands.h.shape[0] == 0:
+        return jnp.zeros(batch_shape, jnp.int32)
+    return _greedy(operands, config=config).reshape(batch_shape)

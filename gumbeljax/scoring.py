@@ -1,0 +1,119 @@
+"""Log-probabilities of given tokens, and their gradients, without storing the logits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gumbeljax import _checks
+from gumbeljax._call import Config, Operands, prepare
+from gumbeljax._typing import Array, ArrayLike
+from pallas_kernels import xla
+from pallas_kernels.finish import has_law, token_logits
+from pallas_kernels.logits import inverse_temperature, model_logits, processed_logits, rows_of
+
+
+def _block_size(config: Config) -> int:
+    return min(4096 if config.platform == "cpu" else 16384, config.vocab)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _log_total(operands: Operands, config: Config):
+    """(log total, top, argmax) of the tempered law: `logsumexp(l / T) = top / T + log total`.
+
+    `top` is a constant to differentiation, so the gradient of `log total` is that of `logsumexp((l - top) / T)`.
+    """
+    _, stage1_mass, _ = config.stages()
+    mass = stage1_mass(operands.h, operands.w, operands.t, operands.options(config), **config.shape_arguments())
+    return jnp.log(mass.total), mass.top, mass.argmax
+
+
+def _forward(operands, config):
+    out = _log_total(operands, config)
+    return out, (operands, out[0], out[1])
+
+
+def _backward(config, residuals, cotangents):
+    """One more pass over the blocks of `w`: each block's logits again, their softmax, and its products with h and w."""
+    operands, log_total, top = residuals
+    weight = jnp.where(has_law(top, jnp.exp(log_total)), cotangents[0], 0.0)
+    h, w, t, bias, mask = operands
+    axis = config.vocab_axis
+
+    def add_block(grads, start, size):
+        def scores(h, w_block, t, bias_block):  # (l - top) / T of one block, [size, rows]
+            shape = {"size": size, "vocab_axis": axis, "precision": config.precision}
+            model = model_logits(xla.block_logits(h, w_block, jnp.int32(0), **shape), config.scale, config.soft_cap)
+            mask_block = None if mask is None else lax.dynamic_slice_in_dim(mask, start, size, -1)
+            view = lambda x: x if x is None else (x[:, None] if x.ndim == 1 else x.T)  # noqa: E731
+            return (processed_logits(model, view(bias_block), view(mask_block)) - top) * inverse_temperature(t)
+
+        w_block = lax.dynamic_slice_in_dim(w, start, size, axis)
+        bias_block = None if bias is None else lax.dynamic_slice_in_dim(bias, start, size, -1)
+        z, pull = jax.vjp(scores, h.astype(jnp.float32), w_block, t, bias_block)
+        dh, dw_block, dt, dbias_block = pull(weight * jnp.exp(z - log_total))
+        put = lambda whole, part, ax: lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), start, ax)  # noqa: E731
+        return (grads[0] + dh, put(grads[1], dw_block, axis), grads[2] + dt,
+                None if bias is None else put(grads[3], dbias_block, bias.ndim - 1))
+
+    grads = (jnp.zeros(h.shape, jnp.float32), jnp.zeros_like(w), jnp.zeros_like(t), jax.tree.map(jnp.zeros_like, bias))
+    block = _block_size(config)
+    starts = jnp.arange(config.vocab // block, dtype=jnp.int32) * block
+    grads, _ = lax.scan(lambda g, start: (add_block(g, start, block), None), grads, starts)
+    if tail := config.vocab % block:
+        grads = add_block(grads, jnp.int32(config.vocab - tail), tail)
+    return (Operands(grads[0].astype(h.dtype), grads[1], grads[2], grads[3], None),)
+
+
+_log_total.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _log_prob(operands: Operands, tokens, *, config: Config) -> Array:
+    h, w, t, bias, mask = operands
+    log_total, top, argmax = _log_total(operands, config)
+    ids = jnp.clip(tokens, 0, config.vocab - 1)[None]
+    model = model_logits(token_logits(h, w, ids, config.vocab_axis), config.scale, config.soft_cap)
+    x = processed_logits(model, rows_of(bias, ids), rows_of(mask, ids))[0]
+    log_prob = (x - lax.stop_gradient(top)) * inverse_temperature(t) - log_total
+    log_prob = jnp.where(t == 0.0, jnp.where(tokens == argmax, 0.0, -jnp.inf), log_prob)
+    exists = (tokens >= 0) & (tokens < config.vocab) & has_law(top, jnp.exp(log_total))
+    return jnp.where(exists, log_prob, jnp.nan)
+
+
+def log_prob(h: ArrayLike, w: ArrayLike, tokens: ArrayLike, *, temperature: ArrayLike = 1.0,
+             valid_vocab: int | None = None, logit_bias: ArrayLike | None = None, mask: ArrayLike | None = None,
+             vocab_axis: int = 0, scale: float | None = None, soft_cap: float | None = None,
+             precision: str | jax.lax.Precision | None = None, implementation: str | None = None) -> Array:
+    """`log softmax((h @ w.T + logit_bias) / temperature)[tokens]`; the logits are never written to memory.
+
+    Exact up to the rounding of float32 sums. With no bias, mask or temperature this is the model's own law. It can be
+    differentiated with respect to h, w, temperature and logit_bias: the backward pass makes the logits again, block by
+    block.
+
+    Args:
+      h: hidden states `[*batch, d_model]`; bfloat16, float16 or float32.
+      w: output table `[vocab, d_model]` (see `vocab_axis`).
+      tokens: integers `[*batch]`.
+      (the other options: see the top of `gumbeljax.sampling`)
+
+    Returns:
+      float32 nats `[*batch]`: -inf for a masked token, NaN for a token outside `[0, vocab)` and for a row without a law.
+      At temperature 0 the greedy token has 0 and every other -inf.
+
+    Raises:
+      ValueError, TypeError: an argument breaks its rule.
+      NotImplementedError: the named implementation cannot run here.
+
+    >>> import jax.numpy as jnp, gumbeljax
+    >>> print(f"{gumbeljax.log_prob(jnp.ones(4), jnp.zeros((8, 4)), 3):.4f} = -log 8")
+    -2.0794 = -log 8
+    """
+    operands, config, batch_shape = prepare(
+        h, w, temperature=temperature, valid_vocab=valid_vocab, logit_bias=logit_bias, mask=mask, vocab_axis=vocab_axis,
+        scale=scale, soft_cap=soft_cap, precision=precision, implementation=implementation)
+    tokens = _checks.token_ids(tokens, batch_shape)
+    if operands.h.shape[0] == 0:
+        return jnp.zeros(batch_shape, jnp.float32)
+    return _log_prob(operands, tokens, config=config).reshape(batch_shape)

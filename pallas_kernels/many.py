@@ -1,0 +1,97 @@
+"""Several tokens per row from the masses of all groups, with and without replacement.
+
+Stage 1 leaves (top, total) of every group, an eighth of the logits; the groups that win are then scored again.
+
+Source: W. Kool, H. van Hoof, M. Welling, "Stochastic beams and where to find them", ICML 2019 (Gumbels conditioned on
+their maximum).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import noise, race
+from pallas_kernels.finish import Draw, finish, group_logits, has_law, log_normalizer_of, log_probs_in_group
+from pallas_kernels.logits import Elementwise, inverse_temperature
+
+CHUNK = 2**22  # noise values alive at a time
+
+
+def first_ids_of(top):
+    return noise.GROUP * lax.broadcasted_iota(jnp.int32, top.shape, 0)
+
+
+def with_replacement(h, w, keys, t, options: Elementwise, top, total, model_mass, *, num_samples, vocab, vocab_axis=0) -> Draw:
+    """`num_samples` independent tokens per row; leaves `[num_samples, rows]`. Sample s races with its own noise."""
+    mass = race.mass_of(top, total, t)
+    ids = first_ids_of(top)
+
+    def one(sample):
+        high, low = race.scores(top, total, race.group_noise(keys, sample, ids), t)
+        won = race.Race(*race.best_score(high, low, ids), *mass)
+        return finish(h, w, keys, t, options, won, model_mass, vocab=vocab, sample=sample, vocab_axis=vocab_axis)
+
+    batch = max(1, CHUNK // max(1, top.size))
+    return lax.map(one, jnp.arange(num_samples, dtype=jnp.int32), batch_size=min(batch, num_samples))
+
+
+def best_groups(high, low, k):
+    """Indices `[rows, k]` of the k largest scores (high, low) `[rows, groups]`, exact also where `high` ties."""
+    threshold = lax.top_k(high, k)[0][:, -1:]
+    above = jnp.where(high > threshold, jnp.inf, jnp.where(high == threshold, low, -jnp.inf))
+    return lax.top_k(above, k)[1]
+
+
+def conditioned(x, best, t):
+    """Scores `T * t_v` of a group's tokens, conditioned on their maximum being `best`: x `[16, ...]` from token_scores.
+
+    With Z = max x: `t_v = -log(exp(-S) + exp(-x_v) - exp(-Z))`, rearranged so that nothing overflows or cancels:
+    `S - softplus(S - x_v + log(1 - exp(x_v - Z)))`; the winner keeps exactly S.
+    """
+    gap = jnp.max(x, axis=0) - x
+    log1mexp = jnp.where(gap < 0.5, jnp.log(-jnp.expm1(-gap)), jnp.log1p(-jnp.exp(-gap)))
+    lag = jax.nn.softplus(best - x + log1mexp)
+    return jnp.where(gap == 0.0, best, best - lag)
+
+
+def without_replacement(h, w, keys, t, options: Elementwise, top, total, model_mass, *, num_samples, vocab,
+                        vocab_axis=0) -> Draw:
+    """`num_samples` distinct tokens per row in Plackett-Luce order; leaves `[num_samples, rows]`.
+
+    The k best tokens lie in the k groups with the best scores. When fewer tokens have mass, the rest is marked -1.
+    """
+    rows, k = top.shape[1], min(num_samples, top.shape[0])
+    all_top, all_total = race.mass_of(top, total, t)
+    high, low = race.scores(top, total, race.group_noise(keys, 0, first_ids_of(top)), t)
+    chosen = best_groups(high.T, low.T, k)  # [rows, k]
+    first = noise.GROUP * chosen
+
+    def one_rank(first):
+        return group_logits(h, w, first, options, vocab=vocab, vocab_axis=vocab_axis)
+
+    ids, model, x = (jnp.moveaxis(a, 0, 1) for a in lax.map(one_rank, first.T))  # [16, k, rows]
+    group_top = jnp.take_along_axis(top, chosen.T, axis=0)
+    group_total = jnp.take_along_axis(total, chosen.T, axis=0)
+    best = jnp.log(group_total) + race.group_noise(keys, 0, first.T)
+    scored = conditioned(race.token_scores(x, keys, 0, t, ids), best, t)
+    dead = (x == -jnp.inf) | ((t > 0.0) & (scored == -jnp.inf))
+    offset = jnp.where(t == 0.0, x - race.finite_or_zero(group_top), t * jnp.where(dead, 0.0, scored))
+    high, low = race.two_sum(jnp.broadcast_to(race.finite_or_zero(group_top), x.shape), jnp.where(dead, 0.0, offset))
+    high = jnp.where(dead, -jnp.inf, high)
+
+    group_log_prob = (group_top - all_top) * inverse_temperature(t) + jnp.log(group_total) - jnp.log(all_total)
+    tempered = group_log_prob + log_probs_in_group(x, t)
+    flat = lambda a: a.reshape(-1, rows)  # noqa: E731
+    order = lax.sort((-flat(high), -flat(low), flat(ids), flat(model), flat(tempered)), dimension=0, num_keys=3)
+    best_high, _, token, model, tempered = (a[:num_samples] for a in order)
+    if (short := num_samples - token.shape[0]) > 0:
+        pad = lambda a, v: jnp.pad(a, ((0, short), (0, 0)), constant_values=v)  # noqa: E731
+        best_high, token, model, tempered = pad(best_high, jnp.inf), pad(token, -1), pad(model, 0), pad(tempered, 0)
+
+    ok = has_law(all_top, all_total) & (best_high < jnp.inf)
+    rank = lax.broadcasted_iota(jnp.int32, token.shape, 0)
+    tempered = jnp.where(t == 0.0, jnp.where(rank == 0, 0.0, -jnp.inf), tempered)
+    model = jnp.full_like(model, jnp.nan) if model_mass is None else model - model_mass.top - jnp.log(model_mass.total)
+    nan_unless = lambda value: jnp.where(ok, value, jnp.nan)  # noqa: E731
+    log_normalizer = jnp.broadcast_to(log_normalizer_of(all_top, all_total, t), token.shape)
+    return Draw(jnp.where(ok, token, -1), nan_unless(model), nan_unless(tempered), nan_unless(log_normalizer))

@@ -1,0 +1,168 @@
+"""Stage 1 on NVIDIA GPUs through Pallas' Triton backend: the pass over `w`, logits never leave the chip.
+
+A program scores a tile of the vocabulary for a tile of rows and writes what the tile says: five numbers per row for a
+draw, three for a mass. Tails are masked by absolute id: a zero-padded column would have logit 0 and could win.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import noise, race
+from pallas_kernels.logits import Elementwise, model_logits, processed_logits
+from pallas_kernels.tiles import TritonTiles
+
+
+def tile_logits(plt, h_ref, w_ref, first_id, first_row, *, vocab, num_rows, d_model, vocab_axis, precision, tiles):
+    """Raw logits `[tile vocab, tile rows]`, f32."""
+    ids = first_id + lax.broadcasted_iota(jnp.int32, (tiles.vocab,), 0)
+    rows = first_row + lax.broadcasted_iota(jnp.int32, (tiles.rows,), 0)
+    whole = vocab % tiles.vocab == 0 and d_model % tiles.d_model == 0
+    whole_h = num_rows % tiles.rows == 0 and d_model % tiles.d_model == 0
+
+    def step(k, acc):
+        start = k * tiles.d_model
+        dims = start + lax.broadcasted_iota(jnp.int32, (tiles.d_model,), 0)
+        vocab_slice, d_slice = pl.ds(first_id, tiles.vocab), pl.ds(start, tiles.d_model)
+        if vocab_axis == 0:
+            keep = None if whole else (ids < vocab)[:, None] & (dims < d_model)[None, :]
+            w = plt.load(w_ref.at[vocab_slice, d_slice], mask=keep, other=None if whole else 0.0)
+        else:
+            keep = None if whole else (dims < d_model)[:, None] & (ids < vocab)[None, :]
+            w = plt.load(w_ref.at[d_slice, vocab_slice], mask=keep, other=None if whole else 0.0).T
+        keep = None if whole_h else (rows < num_rows)[:, None] & (dims < d_model)[None, :]
+        h = plt.load(h_ref.at[pl.ds(first_row, tiles.rows), d_slice], mask=keep, other=None if whole_h else 0.0)
+        return acc + plt.dot(w.astype(h.dtype), h.T, precision=precision)
+
+    acc = jnp.zeros((tiles.vocab, tiles.rows), jnp.float32)
+    return lax.fori_loop(0, pl.cdiv(d_model, tiles.d_model), step, acc)
+
+
+def tile_option(plt, ref, first_id, first_row, *, vocab, num_rows, tiles):
+    """The tile of `bias` or `mask`, `[tile vocab, 1]` or `[tile vocab, tile rows]`."""
+    if ref is None:
+        return None
+    ids = first_id + lax.broadcasted_iota(jnp.int32, (tiles.vocab,), 0)
+    if len(ref.shape) == 1:
+        return plt.load(ref.at[pl.ds(first_id, tiles.vocab)], mask=ids < vocab, other=0)[:, None]
+    rows = first_row + lax.broadcasted_iota(jnp.int32, (tiles.rows,), 0)
+    keep = (rows < num_rows)[:, None] & (ids < vocab)[None, :]
+    return plt.load(ref.at[pl.ds(first_row, tiles.rows), pl.ds(first_id, tiles.vocab)], mask=keep, other=0).T
+
+
+def kernel(
+    h_ref,  # [rows, d_model]
+    w_ref,  # [vocab, d_model] or [d_model, vocab]
+    t_ref,  # f32 [rows]
+    *refs,  # key words u32 [rows] x 2 (draw), bias f32 and mask i8 [vocab] or [rows, vocab] (if any), then outputs
+    wanted, with_model, scale, soft_cap, has_bias, has_mask, sample, plt, vocab, num_rows, d_model, vocab_axis,
+    precision, tiles,
+):
+    refs = list(refs)
+    key_refs = [refs.pop(0), refs.pop(0)] if wanted == "race" else None
+    bias_ref = refs.pop(0) if has_bias else None
+    mask_ref = refs.pop(0) if has_mask else None
+    tile, first_row = pl.program_id(0), pl.program_id(1) * tiles.rows
+    first_id = tile * tiles.vocab
+    rows = first_row + lax.broadcasted_iota(jnp.int32, (tiles.rows,), 0)
+
+    def row_vector(ref):
+        return plt.load(ref.at[pl.ds(first_row, tiles.rows)], mask=rows < num_rows, other=0)
+
+    x = tile_logits(plt, h_ref, w_ref, first_id, first_row, vocab=vocab, num_rows=num_rows, d_model=d_model,
+                    vocab_axis=vocab_axis, precision=precision, tiles=tiles)
+    option = functools.partial(tile_option, plt, first_id=first_id, first_row=first_row, vocab=vocab,
+                               num_rows=num_rows, tiles=tiles)
+    ids = first_id + lax.broadcasted_iota(jnp.int32, (tiles.vocab, 1), 0)
+    allowed = None if vocab % tiles.vocab == 0 else ids < vocab
+    model = model_logits(x, scale, soft_cap)
+    mask = option(mask_ref)
+    x = processed_logits(model, option(bias_ref), None if mask is None else mask != 0, allowed)
+    t = row_vector(t_ref)
+    if wanted == "race":
+        out = tuple(race.race_of(x, (row_vector(key_refs[0]), row_vector(key_refs[1])), sample, t, first_id))
+    elif wanted == "mass":
+        out = tuple(race.mass_over(x, t, first_id))
+    else:
+        out = race.group_masses(x, t)
+    if with_model:
+        one = jnp.ones((tiles.rows,), jnp.float32)
+        out += tuple(race.mass_over(processed_logits(model, None, None, allowed), one, first_id))
+    for ref, value in zip(refs, out, strict=True):
+        if value.ndim == 1:
+            plt.store(ref.at[tile, pl.ds(first_row, tiles.rows)], value, mask=rows < num_rows)
+        else:
+            groups = tiles.vocab // noise.GROUP
+            keep = jnp.broadcast_to((rows < num_rows)[None, :], (groups, tiles.rows))
+            plt.store(ref.at[pl.ds(tile * groups, groups), pl.ds(first_row, tiles.rows)], value, mask=keep)
+
+
+def default_tiles(num_rows: int, d_model: int, dtype, vocab_axis: int) -> TritonTiles:
+    """Tiles that were fast on an H200; any power of two is right."""
+    rows = min(max(16, pl.next_power_of_2(num_rows)), 64)
+    width = max(16, min(128, pl.next_power_of_2(d_model)))
+    if jnp.dtype(dtype).itemsize == 4:  # float32 operands take twice the shared memory
+        width = min(width, 32 if rows > 32 else 64)
+    vocab = 64 if rows <= 32 else 128
+    return TritonTiles(vocab=vocab, rows=rows, d_model=min(width, 64 if rows > 32 else 128),
+                       num_warps=4 if rows <= 32 else 8, num_stages=4 if rows <= 32 else 3)
+
+
+def dot_precision(precision):
+    """Triton's name for a lax.Precision: HIGH is three TF32 products, DEFAULT one."""
+    names = {lax.Precision.HIGH: lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
+             lax.Precision.DEFAULT: lax.DotAlgorithmPreset.TF32_TF32_F32}
+    return names.get(precision, precision)
+
+
+def launch(h, w, keys, t, options: Elementwise, *, plt, wanted, vocab, sample, vocab_axis, precision, with_model, tiles,
+           interpret):
+    """Runs the kernel over the grid of tiles; every output is `[tiles, rows]` (or `[groups, rows]`)."""
+    num_rows, d_model = h.shape
+    tiles = tiles or default_tiles(num_rows, d_model, h.dtype, vocab_axis)
+    num_tiles = pl.cdiv(vocab, tiles.vocab)
+    f32, i32 = jnp.float32, jnp.int32
+    kinds = {"race": (f32, f32, i32, f32, f32), "mass": (f32, i32, f32), "groups": (f32, f32)}[wanted]
+    height = num_tiles * (tiles.vocab // noise.GROUP if wanted == "groups" else 1)
+    out_shape = [jax.ShapeDtypeStruct((height, num_rows), kind) for kind in kinds]
+    if with_model:
+        out_shape += [jax.ShapeDtypeStruct((num_tiles, num_rows), kind) for kind in (f32, i32, f32)]
+    arguments = [h, w, t, *(keys if wanted == "race" else ())]
+    arguments += [x for x in (options.bias, None if options.mask is None else options.mask.astype(jnp.int8)) if x is not None]
+    body = functools.partial(
+        kernel, wanted=wanted, with_model=with_model, scale=options.scale, soft_cap=options.soft_cap,
+        has_bias=options.bias is not None, has_mask=options.mask is not None, sample=sample, plt=plt, vocab=vocab,
+        num_rows=num_rows, d_model=d_model, vocab_axis=vocab_axis, precision=dot_precision(precision), tiles=tiles)
+    return pl.pallas_call(
+        body, grid=(num_tiles, pl.cdiv(num_rows, tiles.rows)), out_shape=out_shape, interpret=interpret,
+        compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        name=f"gumbeljax_{wanted}")(*arguments)
+
+
+def stage1(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, sample=0, vocab_axis=0, precision=None,
+           with_model=False, tiles=None, interpret=False):
+    """As `xla.stage1`: (Race, Mass of the model law or None), each leaf `[rows]`. `plt` is jax's Triton module."""
+    out = launch(h, w, keys, t, options, plt=plt, wanted="race", vocab=vocab, sample=sample, vocab_axis=vocab_axis,
+                 precision=precision, with_model=with_model, tiles=tiles, interpret=interpret)
+    won = race.merge(race.Race(*out[:5]), t)
+    return won, race.merge_masses(race.Mass(*out[5:]), jnp.float32(1.0)) if with_model else None
+
+
+def stage1_mass(h, w, t, options: Elementwise = Elementwise(), *, plt, vocab, vocab_axis=0, precision=None, tiles=None,
+                interpret=False):
+    """As `xla.stage1_mass`: Mass of the processed law, each leaf `[rows]`."""
+    out = launch(h, w, None, t, options, plt=plt, wanted="mass", vocab=vocab, sample=0, vocab_axis=vocab_axis,
+                 precision=precision, with_model=False, tiles=tiles, interpret=interpret)
+    return race.merge_masses(race.Mass(*out), t)
+
+
+def stage1_groups(h, w, t, options: Elementwise = Elementwise(), *, plt, vocab, vocab_axis=0, precision=None, tiles=None,
+                  interpret=False):
+    """As `xla.stage1_groups`: (top, total) of every group, `[groups, rows]`."""
+    top, total = launch(h, w, None, t, options, plt=plt, wanted="groups", vocab=vocab, sample=0, vocab_axis=vocab_axis,
+                        precision=precision, with_model=False, tiles=tiles, interpret=interpret)
+    groups = pl.cdiv(vocab, noise.GROUP)
+    return top[:groups], total[:groups]

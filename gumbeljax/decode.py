@@ -183,7 +183,7 @@ def resume(
     if not np.all((room >= 0) & (start + room <= max_length)):
         raise ValueError(
             f"max_new_tokens must lie between 0 and what max_length {max_length} leaves, "
-            f"got {np.asarray(max_new_tokens).tolist()} after {start.tolist()} tokens; prefill with a larger max_length."
+            f"got {np.asarray(max_new_tokens).tolist()} after {start.tolist()} tokens; raise max_length."
         )
     most = int(room.max(initial=0))
     keys = request_keys(key, batch)

@@ -46,10 +46,10 @@ def contenders(h: jax.Array, w: jax.Array, key: jax.Array) -> dict[str, Callable
     return {name: functools.partial(jax.jit(function), h, w, key) for name, function in functions.items()}
 
 
-def check_same_tokens(h: jax.Array, w: jax.Array, *, num_keys: int = 4) -> int:
+def check_same_tokens(h: jax.Array, w: jax.Array, sample: Callable = gumbeljax.sample, *, num_keys: int = 4) -> int:
     """Raises unless `method="categorical"` gives categorical's tokens in both modes; returns how many were compared."""
     for mode in ("low", "high"):
-        ours = jax.jit(lambda h, w, key, mode=mode: gumbeljax.sample(h, w, key, method="categorical", mode=mode))
+        ours = jax.jit(lambda h, w, key, mode=mode: sample(h, w, key, method="categorical", mode=mode))
         theirs = jax.jit(lambda h, w, key, mode=mode: jax.random.categorical(key, h @ w.T, mode=mode))
         for key in jax.random.split(jax.random.key(1), num_keys):
             if not np.array_equal(ours(h, w, key), theirs(h, w, key)):
@@ -57,7 +57,9 @@ def check_same_tokens(h: jax.Array, w: jax.Array, *, num_keys: int = 4) -> int:
     return 2 * num_keys * h.shape[0]
 
 
-def check_law(head: Head, *, num_draws: int = 4096, rows: int = 64, num_bins: int = 32) -> float:
+def check_law(
+    head: Head, sample: Callable = gumbeljax.sample, *, num_draws: int = 4096, rows: int = 64, num_bins: int = 32
+) -> float:
     """p-value of a chi-square of `sample` against float64 softmax over bins of about equal mass; raises under 1e-4."""
     h, w = make_inputs(head, 1, seed=2)
     logits = np.asarray(w, np.float64) @ np.asarray(h[0], np.float64)
@@ -67,7 +69,7 @@ def check_law(head: Head, *, num_draws: int = 4096, rows: int = 64, num_bins: in
     bins = np.minimum((np.cumsum(mass) * num_bins).astype(int), num_bins - 1)
     bin_of = np.empty(head.vocab, int)
     bin_of[order] = bins
-    draw = jax.jit(lambda h, w, keys: gumbeljax.sample(h, w, keys))
+    draw = jax.jit(lambda h, w, keys: sample(h, w, keys))
     keys = jax.random.split(jax.random.key(3), (num_draws // rows, rows))
     tokens = np.concatenate([draw(jnp.repeat(h, rows, 0), w, k) for k in keys])
     expected = np.bincount(bins, mass, num_bins) * len(tokens)

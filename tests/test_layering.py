@@ -10,7 +10,7 @@ import pytest
 from tests import layers
 
 ROOT = Path(__file__).resolve().parent.parent
-OPTIONAL = ("flax", "matplotlib", "rich", "tokenizers", "gguf", "safetensors", "optax", "scipy", "jaxtyping")
+OPTIONAL = ("flax", "matplotlib", "rich", "tokenizers", "gguf", "safetensors", "optax", "jaxtyping")
 
 
 def _python(code: str) -> str:

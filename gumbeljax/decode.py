@@ -177,6 +177,8 @@ def resume(
 
     Consumes ``state`` (its buffers are donated); the returned one takes its place. Other arguments as in ``generate``.
     """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; 8 to 32 is usual.")
     batch, max_length = state.tokens.shape
     start = np.array(state.lengths)
     room = np.broadcast_to(np.asarray(max_new_tokens), (batch,))

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gumbeljax._keys import as_threefry, typed_key
 from gumbeljax.kv_cache import ContiguousCache
 from gumbeljax.sampling import sample
 
@@ -42,13 +43,26 @@ class Generation(NamedTuple):
 
 
 def request_keys(key: jax.Array, batch: int) -> jax.Array:
-    """One key per row: ``key`` itself when it is an array of them, else ``fold_in(key, row)``."""
-    shape = key.shape if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key.shape[:-1]
-    if shape == (batch,):
+    """One typed threefry key per row: ``key`` itself when it is an array of them, else ``fold_in(key, row)``.
+
+    Keys of other generators become threefry keys as in ``sample``: their own ``fold_in`` may depend on the batch.
+    """
+    key = as_threefry(typed_key(key))
+    if key.shape == (batch,):
         return key
-    if shape != ():
-        raise ValueError(f"key must be one key or {batch} keys, one per row, got shape {shape}; split it per row.")
+    if key.shape != ():
+        raise ValueError(f"key must be one key or {batch} keys, one per row, got shape {key.shape}; split it per row.")
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch, dtype=jnp.uint32))
+
+
+def steps_per_chunk(max_new_tokens: int, chunk_size: int) -> int:
+    """Steps of every chunk of a run: equal ones, at most ``chunk_size``, so that all of them are one trace.
+
+    >>> steps_per_chunk(100, 16), steps_per_chunk(20, 16), steps_per_chunk(5, 16)
+    (15, 10, 5)
+    """
+    num_chunks = -(-max_new_tokens // chunk_size)
+    return -(-max_new_tokens // num_chunks) if num_chunks else 0
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("max_length", "pad_token"), donate_argnames="cache")
@@ -192,11 +206,9 @@ def resume(
     limits = jnp.asarray(start + room, jnp.int32)
     temperature = jnp.asarray(temperature, jnp.float32)
     ends = jnp.asarray(eos_tokens, jnp.int32).reshape(-1)
-    # Chunks of equal size, so that all of them are one trace.
-    num_chunks = -(-most // chunk_size)
-    num_steps = -(-most // num_chunks) if num_chunks else 0
+    num_steps = steps_per_chunk(most, chunk_size)
     chunks = [np.zeros((batch, 0), np.int32)]
-    for _ in range(num_chunks):
+    for _ in range(-(-most // chunk_size)):
         state, (tokens, counts, is_done) = _decode_chunk(
             decode_fn,
             params,

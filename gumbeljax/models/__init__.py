@@ -13,9 +13,11 @@ from gumbeljax.models import gguf, hf, tokenizer
 from gumbeljax.models.assemble import assemble
 from gumbeljax.models.config import LlamaConfig
 from gumbeljax.models.llama import DecodeFn, Llama, as_decode_fn
+from gumbeljax.models.streaming import Answer, stream_answer
 from gumbeljax.models.tokenizer import TextStream, Tokenizer
 
 __all__ = [
+    "Answer",
     "DecodeFn",
     "Llama",
     "LlamaConfig",
@@ -25,6 +27,7 @@ __all__ = [
     "as_decode_fn",
     "find_smollm2",
     "load",
+    "stream_answer",
 ]
 
 

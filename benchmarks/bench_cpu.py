@@ -140,7 +140,7 @@ def main() -> None:
     console.print(table(results))
     compared = sum(row["tokens_compared"] for row in results)
     console.print(f'method="categorical" gave the tokens of jax.random.categorical: {compared} of {compared}')
-    console.print("law of sample, chi-square:", ", ".join(f"p = {p:.2f} ({name})" for name, p in laws.items()))
+    console.print("law of sample, chi-square:", ", ".join(f"p = {p:.2g} ({name})" for name, p in laws.items()))
     console.print(f"wrote {harness.save(arguments.name, results, claim=__doc__.splitlines()[0], base=LOW, law_p=laws)}")
 
 

@@ -54,7 +54,11 @@ def _seed(text: str) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """All flags of the command."""
     parser = Parser(
-        prog="gumbeljax", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False,
+        prog="gumbeljax",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("prompt", help="what to answer or continue; - reads standard input")
     parser.add_argument(
@@ -141,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         run(options)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"{parser.prog}: {str(error).rstrip('.')}.", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:

@@ -134,12 +134,7 @@ def prefill(
     return _prefill(decode_fn, params, prompts, lengths, cache, max_length=max_length, pad_token=pad_token)
 
 
-def decode_step(decode_fn, params, w, state: DecodeState, limits, temperature, eos_tokens, pad_token, keys, sample_fn):
-    """One token for every row that is neither finished nor at its limit; pure, for use inside a traced loop.
-
-    Returns:
-      ``(state, tokens)``: the next state and ``int32[batch]`` with ``pad_token`` for rows that drew nothing.
-    """
+def _step(decode_fn, params, w, state: DecodeState, keys, *, limits, temperature, eos_tokens, pad_token, sample_fn):
     is_active = ~state.is_finished & (state.lengths < limits)
     drawn = sample_fn(state.h, w, jax.vmap(jax.random.fold_in)(keys, state.lengths), temperature=temperature)
     rows = jnp.arange(drawn.shape[0])
@@ -159,17 +154,54 @@ def decode_step(decode_fn, params, w, state: DecodeState, limits, temperature, e
     return state, jnp.where(is_active, drawn, pad_token)
 
 
-@partial(jax.jit, static_argnums=0, static_argnames=("num_steps", "pad_token", "sample_fn"), donate_argnames="state")
-def _decode_chunk(
-    decode_fn, params, w, state, limits, temperature, eos_tokens, keys, *, num_steps, pad_token, sample_fn
-):
-    def body(state, _):
-        return decode_step(decode_fn, params, w, state, limits, temperature, eos_tokens, pad_token, keys, sample_fn)
+def decode_steps(
+    decode_fn: Callable,
+    params: Any,
+    w: jax.Array,
+    state: DecodeState,
+    key: jax.Array,
+    *,
+    num_steps: int,
+    limits: jax.Array | None = None,
+    temperature: float | jax.Array = 1.0,
+    eos_tokens: Sequence[int] | jax.Array = (),
+    pad_token: int = 0,
+    sample_fn: Callable = sample,
+) -> tuple[DecodeState, jax.Array]:
+    """``num_steps`` steps as one scan, for use inside ``jit``: what ``generate`` runs between two looks of the host.
 
-    before = state.lengths
+    Args:
+      num_steps: a Python int.
+      limits: ``int32[batch]``, the length at which a row stops; default what ``state.tokens`` holds.
+      (the others: see ``generate``)
+
+    Returns:
+      The next state, and ``int32[batch, num_steps]`` with ``pad_token`` where a row at rest drew nothing.
+    """
+    batch, max_length = state.tokens.shape
+    keys = request_keys(key, batch)
+    limits = jnp.full(batch, max_length) if limits is None else jnp.minimum(limits, max_length)
+    eos_tokens = jnp.asarray(eos_tokens, jnp.int32).reshape(-1)
+
+    def body(state, _):
+        return _step(
+            decode_fn, params, w, state, keys,
+            limits=limits, temperature=temperature, eos_tokens=eos_tokens, pad_token=pad_token, sample_fn=sample_fn,
+        )  # fmt: skip
+
     state, tokens = jax.lax.scan(body, state, length=num_steps)
+    return state, tokens.T
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("num_steps", "pad_token", "sample_fn"), donate_argnames="state")
+def _chunk(decode_fn, params, w, state, keys, limits, temperature, eos_tokens, *, num_steps, pad_token, sample_fn):
+    before = state.lengths
+    state, tokens = decode_steps(
+        decode_fn, params, w, state, keys, num_steps=num_steps, limits=limits, temperature=temperature,
+        eos_tokens=eos_tokens, pad_token=pad_token, sample_fn=sample_fn,
+    )  # fmt: skip
     is_done = jnp.all(state.is_finished | (state.lengths >= limits))
-    return state, (tokens.T, state.lengths - before, is_done)
+    return state, (tokens, state.lengths - before, is_done)
 
 
 def resume(
@@ -209,19 +241,10 @@ def resume(
     num_steps = steps_per_chunk(most, chunk_size)
     chunks = [np.zeros((batch, 0), np.int32)]
     for _ in range(-(-most // chunk_size)):
-        state, (tokens, counts, is_done) = _decode_chunk(
-            decode_fn,
-            params,
-            w,
-            state,
-            limits,
-            temperature,
-            ends,
-            keys,
-            num_steps=num_steps,
-            pad_token=pad_token,
-            sample_fn=sample_fn,
-        )
+        state, (tokens, counts, is_done) = _chunk(
+            decode_fn, params, w, state, keys, limits, temperature, ends,
+            num_steps=num_steps, pad_token=pad_token, sample_fn=sample_fn,
+        )  # fmt: skip
         chunks.append(np.array(tokens))
         if on_chunk_fn is not None:
             on_chunk_fn(chunks[-1], np.array(counts))

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from gumbeljax import models
-from gumbeljax.decode import generate, prefill, resume
+from gumbeljax.decode import decode_steps, generate, prefill, resume
 from gumbeljax.sampling import sample
 
 VOCAB, D_MODEL = 53, 16
@@ -232,15 +232,11 @@ def test_a_row_without_a_law_ends_with_the_marker():
 
 def test_the_loop_has_a_known_trip_count(llama):
     """No `while` whose predicate is device data: only scans and counted loops are left in the chunk."""
-    from gumbeljax.decode import decode_step
-
     model, decode_fn, params, w = llama
     state = prefill(decode_fn, params, np.array([[1, 2]]), model.init_cache(1, 8), max_length=8)
-    jaxpr = jax.make_jaxpr(
-        lambda s: decode_step(
-            decode_fn, params, w, s, jnp.array([8]), jnp.float32(1.0), jnp.array([0]), 0, KEY[None], sample
-        )
-    )(state)
+    jaxpr = jax.make_jaxpr(lambda state: decode_steps(decode_fn, params, w, state, KEY, num_steps=4, eos_tokens=(0,)))(
+        state
+    )
     names = set()
 
     def walk(jaxpr):

@@ -139,7 +139,9 @@ class DecodeFn:
         self.graphdef = graphdef
 
     def __call__(self, params, tokens, positions, cache):
-        return nnx.merge(self.graphdef, params)(tokens, positions, cache)
+        # Copied: in the body of a loop these variables belong to an outer trace, and a transform of the module's own
+        # (nnx.remat, nnx.scan over layers) may not update those.
+        return nnx.merge(self.graphdef, params, copy=True)(tokens, positions, cache)
 
     def __eq__(self, other):
         return isinstance(other, DecodeFn) and self.graphdef == other.graphdef

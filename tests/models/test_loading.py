@@ -80,13 +80,15 @@ def test_prefill_with_a_cache_is_the_full_pass():
 
     config = models.LlamaConfig(vocab=64, d_model=32, d_ff=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
     model = models.Llama(config, rngs=nnx.Rngs(1))
+    decode_fn, params = models.as_decode_fn(model)
+    step = jax.jit(decode_fn)
     tokens = jax.random.randint(jax.random.key(3), (2, 13), 0, 64)
 
     def chunked(sizes):
         cache, parts, start = model.init_cache(2, 16), [], 0
         for size in sizes:
             positions = jnp.broadcast_to(jnp.arange(start, start + size), (2, size))
-            h, cache = model(tokens[:, start : start + size], positions, cache)
+            h, cache = step(params, tokens[:, start : start + size], positions, cache)
             parts.append(h)
             start += size
         return jnp.concatenate(parts, axis=1)

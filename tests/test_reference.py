@@ -1,7 +1,5 @@
 """Reference samplers: the right law, the oracle's tokens, impossible outcomes never, degenerate rows marked."""
 
-import doctest
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -177,7 +175,3 @@ def test_temperature_of_another_shape():
         ValueError, match=r"temperature must be a scalar or of the batch's shape \[2\]; got shape \[3\]"
     ):
         GROUPED(jnp.zeros((2, 3)), jax.random.key(0), temperature=jnp.ones(3))
-
-
-def test_docstrings():
-    assert doctest.testmod(reference).failed == 0

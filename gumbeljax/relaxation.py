@@ -3,6 +3,7 @@ r"""Gumbel-softmax: a draw that gradients pass through, for training with discre
 import jax
 import jax.numpy as jnp
 
+from gumbeljax._checks import is_concrete
 from gumbeljax._keys import row_keys
 from gumbeljax._typing import Array, ArrayLike, Key
 from pallas_kernels import noise
@@ -99,7 +100,7 @@ def _checked_temperature(temperature):
     shape = jnp.shape(temperature)
     if shape:
         raise ValueError(f"temperature must be a scalar; got shape {list(shape)}: map over it with jax.vmap.")
-    if not isinstance(temperature, jax.core.Tracer) and not 0 < float(temperature) < float("inf"):
+    if is_concrete(temperature) and not 0 < float(temperature) < float("inf"):
         raise ValueError(f"temperature must be positive and finite; got {float(temperature)}: "
                          "use gumbeljax.sample_logits for greedy choices.")  # fmt: skip
     return jnp.asarray(temperature, jnp.float32)

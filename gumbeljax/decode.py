@@ -19,7 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gumbeljax._checks import is_concrete
 from gumbeljax._keys import as_threefry, typed_key
+from gumbeljax._typing import ArrayLike
 from gumbeljax.kv_cache import ContiguousCache
 from gumbeljax.sampling import sample
 
@@ -88,11 +90,11 @@ def _holds(cache: ContiguousCache, batch: int, max_length: int) -> bool:
 def prefill(
     decode_fn: Callable,
     params: Any,
-    prompts: jax.Array,
+    prompts: ArrayLike,
     cache: Any,
     *,
     max_length: int,
-    lengths: jax.Array | None = None,
+    lengths: ArrayLike | None = None,
     pad_token: int = 0,
 ) -> DecodeState:
     """Run the prompts through the model.
@@ -124,12 +126,10 @@ def prefill(
             )
     if lengths is None:
         lengths = np.full(batch, width)
-    if not isinstance(lengths, jax.core.Tracer):
+    if is_concrete(lengths):
         checked = np.asarray(lengths)
         if checked.shape != (batch,) or not np.all((checked >= 1) & (checked <= width)):
-            raise ValueError(
-                f"lengths must be {batch} numbers from 1 to {width}, got {checked.tolist()}; fix the prompts."
-            )
+            raise ValueError(f"lengths must be {batch} numbers from 1 to {width}, got {checked.tolist()}; fix the prompts.")
     lengths = jnp.asarray(lengths, jnp.int32)
     return _prefill(decode_fn, params, prompts, lengths, cache, max_length=max_length, pad_token=pad_token)
 
@@ -259,11 +259,11 @@ def generate(
     decode_fn: Callable,
     params: Any,
     w: jax.Array,
-    prompts: jax.Array,
+    prompts: ArrayLike,
     cache: Any,
     key: jax.Array,
     *,
-    lengths: jax.Array | None = None,
+    lengths: ArrayLike | None = None,
     max_new_tokens: int | Sequence[int],
     temperature: float | jax.Array = 1.0,
     eos_tokens: Sequence[int] = (),
@@ -304,8 +304,7 @@ def generate(
     Raises:
       ValueError: prompts, lengths, keys or limits that do not fit together.
     """
-    prompts = jnp.asarray(prompts, jnp.int32)
-    max_length = prompts.shape[-1] + int(np.max(max_new_tokens, initial=0))
+    max_length = (np.shape(prompts) or (0,))[-1] + int(np.max(max_new_tokens, initial=0))
     state = prefill(decode_fn, params, prompts, cache, max_length=max_length, lengths=lengths, pad_token=pad_token)
     return resume(
         decode_fn,

@@ -120,6 +120,5 @@ def _hf_divisors(rope: Mapping[str, Any], head_dim: int, theta: float, source: s
             rope["original_max_position_embeddings"],
         )
     raise ValueError(
-        f"rope_type in {source} must be default, linear or llama3, got {kind!r}; "
-        "use a checkpoint without that rope scaling."
+        f"rope_type in {source} must be default, linear or llama3, got {kind!r}; use a checkpoint without that rope scaling."
     )

@@ -52,9 +52,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         keys = write(keys, rotate(k, *rope), positions)
         values = write(values, v, positions)
-        out = jax.nn.dot_product_attention(
-            rotate(q, *rope), keys.astype(q.dtype), values.astype(q.dtype), mask=mask[:, None]
-        )
+        out = jax.nn.dot_product_attention(rotate(q, *rope), keys.astype(q.dtype), values.astype(q.dtype), mask=mask[:, None])
         return self.o_proj(out.reshape(*x.shape[:2], -1)), keys, values
 
 
@@ -109,9 +107,7 @@ class Llama(nnx.Module):
             # [vocab, d_model], as the checkpoint stores it and as the sampler reads it.
             self.lm_head = nnx.Embed(config.vocab, config.d_model, dtype=dtype, param_dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self, tokens: jax.Array, positions: jax.Array, cache: ContiguousCache
-    ) -> tuple[jax.Array, ContiguousCache]:
+    def __call__(self, tokens: jax.Array, positions: jax.Array, cache: ContiguousCache) -> tuple[jax.Array, ContiguousCache]:
         angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rope_frequencies(self.config), jnp.float32)
         rope = jnp.cos(angles), jnp.sin(angles)
         mask = causal_mask(positions, cache.keys[0].shape[1])

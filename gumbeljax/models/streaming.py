@@ -78,9 +78,7 @@ def stream_answer(
 
     def start():
         seen = jnp.zeros((1, length, w.shape[1]), model.dtype)
-        state = prefill(
-            recorder, params, np.array([prompt_tokens]), (model.init_cache(1, length), seen), max_length=length
-        )
+        state = prefill(recorder, params, np.array([prompt_tokens]), (model.init_cache(1, length), seen), max_length=length)
         return jax.block_until_ready(state)
 
     def go_on(state, num_tokens, on_chunk_fn):

@@ -47,11 +47,12 @@ class Tokenizer(NamedTuple):
         Raises:
           ValueError: the checkpoint has no ChatML template.
         """
-        if "<|im_start|>" not in (self.chat_template or ""):
-            got = "another template" if self.chat_template else "none"
+        template = self.chat_template or ""
+        if "<|im_start|>" not in template:
+            got = "another template" if template else "none"
             raise ValueError(f"chat needs a checkpoint with a ChatML template, got {got}; pass the text as it is.")
         if system is None:
-            system = default_system(self.chat_template)
+            system = default_system(template)
         turns = [] if system is None else [("system", system)]
         turns.append(("user", prompt))
         text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
@@ -150,17 +151,13 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
     bpe.pre_tokenizer = _pre_tokenizer(kind, source)
     bpe.decoder = decoders.ByteLevel()
     types = file.get("tokenizer.ggml.token_type", [])
-    special = [
-        AddedToken(n, special=True, normalized=False) for n, t in zip(names, types, strict=False) if t == _CONTROL
-    ]
+    special = [AddedToken(n, special=True, normalized=False) for n, t in zip(names, types, strict=False) if t == _CONTROL]
     bpe.add_special_tokens(special)
     return Tokenizer(
         bpe,
         _eos_tokens(bpe, [file.get("tokenizer.ggml.eos_token_id")]),
         # Llama 3 files without the flag want a BOS; the other byte-level families do not.
-        file.get("tokenizer.ggml.bos_token_id")
-        if file.get("tokenizer.ggml.add_bos_token", kind == "llama-bpe")
-        else None,
+        file.get("tokenizer.ggml.bos_token_id") if file.get("tokenizer.ggml.add_bos_token", kind == "llama-bpe") else None,
         file.get("tokenizer.chat_template"),
     )
 
@@ -193,6 +190,5 @@ def from_hf(folder: Path) -> Tokenizer:
 def _eos_tokens(bpe: BPETokenizer, named: Iterable[int | None]) -> tuple[int, ...]:
     """The ids named by the checkpoint and the usual end-of-text tokens that its vocabulary has."""
     ends = {int(token) for token in named if token is not None}
-    special = {token.content for token in bpe.get_added_tokens_decoder().values() if token.special}
-    ends |= {bpe.token_to_id(name) for name in _END_NAMES if name in special}
+    ends |= {token for token, added in bpe.get_added_tokens_decoder().items() if added.content in _END_NAMES}
     return tuple(sorted(ends))

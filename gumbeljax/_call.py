@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from gumbeljax import _checks, _implementation
@@ -18,10 +19,10 @@ class Config(NamedTuple):
     vocab_axis: int
     scale: float | None
     soft_cap: float | None
-    precision: object
+    precision: jax.lax.Precision | None
 
-    def stages(self):
-        """(race, mass, groups) of the chosen implementation."""
+    def stages(self) -> _implementation.Stages:
+        """Stage 1 of the chosen implementation."""
         return _implementation.stages(self.implementation, self.platform)
 
     def shape_arguments(self) -> dict:

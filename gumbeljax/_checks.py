@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from gumbeljax._typing import Array
 
@@ -30,7 +30,7 @@ def shape_of(x) -> list[int]:
 
 def is_concrete(x) -> bool:
     """Whether values can be looked at now: not a tracer (and None has none)."""
-    return x is not None and not isinstance(x, jax.core.Tracer)
+    return x is not None and not isinstance(x, Tracer)
 
 
 def float_array(x, name: str) -> Array:

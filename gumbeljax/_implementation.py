@@ -2,6 +2,8 @@
 
 import functools
 import warnings
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,17 +54,25 @@ def choose_implementation(h, w, implementation: str | None = None) -> str:
     return "triton"
 
 
-def stages(implementation: str, platform: str):
-    """The three stage-1 functions of an implementation: (race, mass, groups), same arguments in all."""
+class Stages(NamedTuple):
+    """Stage 1 of an implementation: what the vocabulary says as a race, as a mass, or group by group."""
+
+    race: Callable
+    mass: Callable
+    groups: Callable
+
+
+def stages(implementation: str, platform: str) -> Stages:
+    """The functions of an implementation; those of all implementations take the same arguments."""
     if implementation == "triton":
         from pallas_kernels import triton  # imports the backend's package: only where it is used
 
         _compat.quiet_triton_deprecation()
         plt = _compat.pallas_triton()
-        return tuple(functools.partial(f, plt=plt) for f in (triton.stage1, triton.stage1_mass, triton.stage1_groups))
+        return Stages(*(functools.partial(f, plt=plt) for f in (triton.stage1, triton.stage1_mass, triton.stage1_groups)))
     # Long vocabulary blocks keep a GPU busy; short ones stay in a CPU's cache.
     tiles = XlaTiles(block=4096 if platform == "cpu" else 32768)
-    return tuple(functools.partial(f, tiles=tiles) for f in (xla.stage1, xla.stage1_mass, xla.stage1_groups))
+    return Stages(*(functools.partial(f, tiles=tiles) for f in (xla.stage1, xla.stage1_mass, xla.stage1_groups)))
 
 
 def precision_of(precision, dtype) -> jax.lax.Precision | None:

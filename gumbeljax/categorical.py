@@ -54,7 +54,8 @@ def draw(operands: Operands, config: Config, key, batch_shape, *, num_samples, r
     token = jnp.where(t == 0.0, best, token.astype(jnp.int32))
 
     def picked(values):
-        return jnp.take_along_axis(values.T, jnp.clip(token, 0, config.vocab - 1).reshape(-1, rows), axis=0).reshape(token.shape)
+        ids = jnp.clip(token, 0, config.vocab - 1).reshape(-1, rows)
+        return jnp.take_along_axis(values.T, ids, axis=0).reshape(token.shape)
 
     ok = has_law(mass.top, mass.total) & (picked(x) > -jnp.inf)
     model_log_prob = picked(jax.nn.log_softmax(model))

@@ -28,7 +28,7 @@ from gumbeljax import _checks, categorical
 from gumbeljax._call import Config, Operands, prepare, prepare_logits
 from gumbeljax._keys import row_keys, typed_key
 from gumbeljax._typing import Array, ArrayLike, Key, Method, Mode
-from pallas_kernels import many, race
+from pallas_kernels import many
 from pallas_kernels.finish import Draw, finish, has_law
 
 
@@ -36,16 +36,15 @@ from pallas_kernels.finish import Draw, finish, has_law
 def _draw(operands: Operands, keys, *, config: Config, num_samples, replace, log_probs) -> Draw:
     """Leaves `[rows]`, or `[num_samples, rows]`."""
     h, w, t, options = operands.h, operands.w, operands.t, operands.options(config)
-    stage1, stage1_mass, stage1_groups = config.stages()
-    shape = config.shape_arguments()
+    stages, shape = config.stages(), config.shape_arguments()
     where = {"vocab": config.vocab, "vocab_axis": config.vocab_axis}
     if num_samples is None:
-        won, model_mass = stage1(h, w, keys, t, options, with_model=log_probs, **shape)
+        won, model_mass = stages.race(h, w, keys, t, options, with_model=log_probs, **shape)
         return finish(h, w, keys, t, options, won, model_mass, **where)
     model_mass = None
     if log_probs:
-        model_mass = stage1_mass(h, w, jnp.ones_like(t), options._replace(bias=None, mask=None), **shape)
-    top, total = stage1_groups(h, w, t, options, **shape)
+        model_mass = stages.mass(h, w, jnp.ones_like(t), options._replace(bias=None, mask=None), **shape)
+    top, total = stages.groups(h, w, t, options, **shape)
     draw = many.with_replacement if replace else many.without_replacement
     return draw(h, w, keys, t, options, top, total, model_mass, num_samples=num_samples, **where)
 
@@ -183,8 +182,8 @@ def sample_logits(logits: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _greedy(operands: Operands, *, config: Config) -> Array:
-    _, stage1_mass, _ = config.stages()
-    mass: race.Mass = stage1_mass(operands.h, operands.w, operands.t, operands.options(config), **config.shape_arguments())
+    options = operands.options(config)
+    mass = config.stages().mass(operands.h, operands.w, operands.t, options, **config.shape_arguments())
     return jnp.where(has_law(mass.top, mass.total), mass.argmax, -1)
 
 

@@ -19,18 +19,18 @@ def _block_size(config: Config) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _log_total(operands: Operands, config: Config):
+def _log_total(operands: Operands, config: Config) -> tuple[Array, Array, Array]:
     """(log total, top, argmax) of the tempered law: `logsumexp(l / T) = top / T + log total`.
 
     `top` is a constant to differentiation, so the gradient of `log total` is that of `logsumexp((l - top) / T)`.
     """
-    _, stage1_mass, _ = config.stages()
-    mass = stage1_mass(operands.h, operands.w, operands.t, operands.options(config), **config.shape_arguments())
+    options = operands.options(config)
+    mass = config.stages().mass(operands.h, operands.w, operands.t, options, **config.shape_arguments())
     return jnp.log(mass.total), mass.top, mass.argmax
 
 
 def _forward(operands, config):
-    out = _log_total(operands, config)
+    out: tuple[Array, Array, Array] = _log_total(operands, config)
     return out, (operands, out[0], out[1])
 
 
@@ -47,12 +47,14 @@ def _backward(config, residuals, cotangents):
             model = model_logits(xla.block_logits(h, w_block, jnp.int32(0), **shape), config.scale, config.soft_cap)
             mask_block = None if mask is None else lax.dynamic_slice_in_dim(mask, start, size, -1)
             view = lambda x: x if x is None else (x[:, None] if x.ndim == 1 else x.T)  # noqa: E731
-            return (processed_logits(model, view(bias_block), view(mask_block)) - top) * inverse_temperature(t)
+            x = processed_logits(model, view(bias_block), view(mask_block))
+            alive = x > -jnp.inf  # a masked logit has weight 0, which must not meet its -inf in the chain rule
+            return (jnp.where(alive, x, top) - top) * inverse_temperature(t), alive
 
         w_block = lax.dynamic_slice_in_dim(w, start, size, axis)
         bias_block = None if bias is None else lax.dynamic_slice_in_dim(bias, start, size, -1)
-        z, pull = jax.vjp(scores, h.astype(jnp.float32), w_block, t, bias_block)
-        dh, dw_block, dt, dbias_block = pull(weight * jnp.exp(z - log_total))
+        z, pull, alive = jax.vjp(scores, h.astype(jnp.float32), w_block, t, bias_block, has_aux=True)
+        dh, dw_block, dt, dbias_block = pull(jnp.where(alive, weight * jnp.exp(z - log_total), 0.0))
         put = lambda whole, part, ax: lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), start, ax)  # noqa: E731
         return (grads[0] + dh, put(grads[1], dw_block, axis), grads[2] + dt,
                 None if bias is None else put(grads[3], dbias_block, bias.ndim - 1))
@@ -72,7 +74,7 @@ _log_total.defvjp(_forward, _backward)
 @functools.partial(jax.jit, static_argnames="config")
 def _log_prob(operands: Operands, tokens, *, config: Config) -> Array:
     h, w, t, bias, mask = operands
-    log_total, top, argmax = _log_total(operands, config)
+    log_total, top, argmax = _log_total(operands, config)  # pyright: ignore[reportGeneralTypeIssues]
     ids = jnp.clip(tokens, 0, config.vocab - 1)[None]
     model = model_logits(token_logits(h, w, ids, config.vocab_axis), config.scale, config.soft_cap)
     x = processed_logits(model, rows_of(bias, ids), rows_of(mask, ids))[0]

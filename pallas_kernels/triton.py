@@ -62,7 +62,7 @@ def kernel(
     precision, tiles,
 ):
     refs = list(refs)
-    key_refs = [refs.pop(0), refs.pop(0)] if wanted == "race" else None
+    key_refs = [refs.pop(0), refs.pop(0)] if wanted == "race" else []
     bias_ref = refs.pop(0) if has_bias else None
     mask_ref = refs.pop(0) if has_mask else None
     tile, first_row = pl.program_id(0), pl.program_id(1) * tiles.rows
@@ -83,7 +83,7 @@ def kernel(
     x = processed_logits(model, option(bias_ref), None if mask is None else mask != 0, allowed)
     t = row_vector(t_ref)
     if wanted == "race":
-        out = tuple(race.race_of(x, (row_vector(key_refs[0]), row_vector(key_refs[1])), sample, t, first_id))
+        out = tuple(race.race_of(x, tuple(map(row_vector, key_refs)), sample, t, first_id))
     elif wanted == "mass":
         out = tuple(race.mass_over(x, t, first_id))
     else:

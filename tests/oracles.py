@@ -15,7 +15,7 @@ GROUP = 16
 DRAW, COIN, RESIDUAL, BONUS, MERGE, RESAMPLING, BANDIT = range(7)
 GROUP_LEVEL, TOKEN_LEVEL = 0, 1
 NO_TOKEN = -1
-SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # below it (float32 subnormals flush to zero) a row is greedy
+SMALLEST_TEMPERATURE = 2.0**-100  # below it: greedy
 _CHUNK = 1 << 22  # logits held in float64 at a time
 
 

@@ -121,7 +121,8 @@ def test_one_percent_tail(name, dtype):
     tail = 1 - 1 / (1 + (vocab - 1) * np.exp(-15.375))
     draw = jax.jit(lambda key: gumbeljax.sample(h, w, jax.random.split(key, rows), implementation=name) != 77)
     hits = sum(int(draw(jax.random.fold_in(jax.random.key(4), i)).sum()) for i in range(calls))
-    report(test="tail", implementation=name, dtype=jnp.dtype(dtype).name, draws=rows * calls, share=hits / rows / calls, want=tail)
+    report(test="tail", implementation=name, dtype=jnp.dtype(dtype).name, draws=rows * calls, share=hits / rows / calls,
+           want=tail)
     assert statistics.frequency_within(hits, rows * calls, tail, 3.0)
 
 

@@ -21,7 +21,8 @@ def test_threefry_is_numpys_bit_for_bit():
 def test_streams_never_meet():
     seen = {int(noise.stream(p, s, level)) for p in range(7) for s in (0, 1, 2, 2**23 - 1) for level in (0, 1)}
     assert len(seen) == 7 * 4 * 2 and min(seen) == 2**31
-    assert all(int(noise.stream(p, s, level)) == oracles.stream(p, s, level) for p in (0, 6) for s in (0, 9) for level in (0, 1))
+    for place in [(0, 0, 0), (0, 9, 1), (6, 0, 1), (6, 9, 0)]:
+        assert int(noise.stream(*place)) == oracles.stream(*place)
 
 
 VECTORS = [["0660c005", "94adcefb", "bc6adca1", "fee23a88"], ["c88b10f0", "1e93cadb", "ba537d98", "79615634"]]
@@ -56,7 +57,8 @@ def test_exp1_is_accurate_where_noise_is_large():
 def test_gumbel_law(purpose, sample):
     g = noise.gumbel(jnp.uint32(1), jnp.uint32(2), noise.stream(purpose, sample, 1), jnp.arange(200_000, dtype=jnp.uint32))
     assert statistics.gumbel_ks(g) > statistics.ALPHA
-    np.testing.assert_allclose(g, oracles.gumbel(1, 2, oracles.stream(purpose, sample, 1), np.arange(200_000)), rtol=3e-6, atol=1e-6)
+    want = oracles.gumbel(1, 2, oracles.stream(purpose, sample, 1), np.arange(200_000))
+    np.testing.assert_allclose(g, want, rtol=3e-6, atol=1e-6)
 
 
 def test_tail_reaches_beyond_24_bits():

@@ -1,0 +1,144 @@
+"""The GPU kernels without a GPU: run by the interpreter against the oracle, and lowered for three devices."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from gumbeljax import _compat
+from pallas_kernels import finish, many, triton, xla
+from pallas_kernels.logits import Elementwise, canonical_temperature
+from pallas_kernels.tiles import TritonTiles
+from tests import heads, oracles
+
+plt = _compat.pallas_triton()
+pytestmark = pytest.mark.skipif(plt is None, reason="this jax has no Pallas Triton backend")
+DEVICES = [("NVIDIA H200", 132), ("NVIDIA A100-SXM4-80GB", 108), ("NVIDIA L4", 58)]
+
+
+def draw(h, w, words, t, options, *, vocab, vocab_axis=0, sample=0, **kwargs):
+    """Stage 1 in Triton, then the finish."""
+    won, mass = triton.stage1(h, w, words, t, options, plt=plt, vocab=vocab, vocab_axis=vocab_axis, sample=sample,
+                              with_model=True, **kwargs)
+    return finish.finish(h, w, words, t, options, won, mass, vocab=vocab, sample=sample, vocab_axis=vocab_axis)
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 16, 17, 31, 33, 63, 64, 65, 1009])
+@pytest.mark.parametrize("rows, dtype, vocab_axis", [(1, jnp.float32, 0), (17, jnp.bfloat16, 1), (64, jnp.float16, 0)])
+def test_interpreted_kernel_equals_the_oracle(vocab, rows, dtype, vocab_axis):
+    h, w = heads.exact_head(vocab, 40, rows, dtype, vocab_axis)
+    _, words = heads.keys_of(vocab, rows)
+    t = np.random.default_rng(0).choice([0.0, 0.5, 1.0, 2.0], rows)
+    out = draw(h, w, tuple(jnp.asarray(words.T)), canonical_temperature(t), Elementwise(), vocab=vocab, vocab_axis=vocab_axis,
+               interpret=True)
+    heads.assert_pathwise(out.token, heads.exact_logits(h, w, vocab_axis), words, t)
+
+
+@pytest.mark.parametrize("tiles", [TritonTiles(16, 16, 16), TritonTiles(32, 16, 64), TritonTiles(128, 32, 32)])
+def test_tiles_and_options(tiles):
+    vocab, rows = 203, 18
+    h, w = heads.exact_head(vocab, 40, rows)
+    _, words = heads.keys_of(3, rows)
+    rng = np.random.default_rng(1)
+    t = rng.choice([0.0, 1e-6, 1.0, 3.0], rows)
+    given = {"scale": 0.5, "soft_cap": 4.0, "logit_bias": rng.integers(-2, 3, (rows, vocab)).astype(np.float32),
+             "mask": rng.random(vocab) < 0.6}
+    options = Elementwise(0.5, 4.0, jnp.asarray(given["logit_bias"])[:, :200], jnp.asarray(given["mask"])[:200])
+    out = draw(h, w, tuple(jnp.asarray(words.T)), canonical_temperature(t), options, vocab=200, tiles=tiles, interpret=True)
+    laws = oracles.processed_logits(heads.exact_logits(h, w), valid_vocab=200, **given)
+    heads.assert_pathwise(out.token, laws.processed, words, t)
+    i = np.arange(rows)
+    np.testing.assert_allclose(out.tempered_log_prob, oracles.log_softmax(laws.processed, t)[i, out.token], atol=2e-5)
+    np.testing.assert_allclose(out.model_log_prob, oracles.log_softmax(laws.model)[i, out.token], atol=2e-5)
+
+
+def test_masses_and_groups_equal_the_plain_twin():
+    h, w = heads.exact_head(1009, 40, 17)
+    t = jnp.linspace(0, 2, 17)
+    for twin, kernel in [(xla.stage1_mass, triton.stage1_mass), (xla.stage1_groups, triton.stage1_groups)]:
+        want = twin(h, w, t, vocab=1009, precision=jax.lax.Precision.HIGHEST)
+        got = kernel(h, w, t, plt=plt, vocab=1009, precision=jax.lax.Precision.HIGHEST, interpret=True)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", [0, 63, 64, 202])
+def test_bad_logits_are_marked_as_by_the_plain_twin(bad, where):
+    h, w = heads.pinned_head(np.zeros(203), rows=3)
+    w = w.at[where, 0].set(bad) if bad != -np.inf else w.at[:, 0].set(bad)
+    words = tuple(jnp.asarray(heads.keys_of(0, 3)[1].T))
+    t = jnp.array([0.0, 1.0, 0.3])
+    out = draw(h, w, words, t, Elementwise(), vocab=203, interpret=True)
+    won, mass = xla.stage1(h, w, words, t, vocab=203, with_model=True)
+    twin = finish.finish(h, w, words, t, Elementwise(), won, mass, vocab=203)
+    assert out.token.tolist() == twin.token.tolist() == [-1, -1, -1]
+    assert np.isnan(out.tempered_log_prob).all() and np.isnan(twin.tempered_log_prob).all()
+
+
+def test_vmap_over_everything():
+    h, w = heads.exact_head(130, 32, 6)
+    h, w = h.reshape(2, 3, 32), jnp.stack([w, w[::-1]])
+    words = jax.random.key_data(jax.random.split(jax.random.key(0), (2, 3)))
+    f = lambda h, w, k, t: draw(h, w, (k[:, 0], k[:, 1]), t, Elementwise(), vocab=130, interpret=True).token  # noqa: E731
+    t = jnp.ones((2, 3))
+    want = jnp.stack([f(h[i], w[i], words[i], t[i]) for i in range(2)])
+    np.testing.assert_array_equal(jax.vmap(f)(h, w, words, t), want)
+    want = jnp.stack([f(h[i], w[0], words[i], t[0]) for i in range(2)])
+    np.testing.assert_array_equal(jax.vmap(f, (0, None, 0, None))(h, w[0], words, t[0]), want)
+
+
+def lower(f, device, *arguments):
+    """Lowers for CUDA on a machine without one."""
+    name, cores = device
+    mesh = AbstractMesh((), (), abstract_device=AbstractDevice(name, cores, "gpu"))
+    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+        _compat.quiet_triton_deprecation()
+        return jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda d: d[0])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize("vocab, d_model, rows", [(151_936, 4_096, 1), (50_257, 768, 17), (1_009, 3, 256), (5, 1, 3)])
+def test_every_configuration_lowers(device, dtype, vocab_axis, vocab, d_model, rows):
+    shape = jax.ShapeDtypeStruct
+    h, w = shape((rows, d_model), dtype), shape((vocab, d_model)[:: 1 - 2 * vocab_axis], dtype)
+    words, t = (shape((rows,), jnp.uint32),) * 2, shape((rows,), jnp.float32)
+    bias, mask = shape((vocab,), jnp.float32), shape((rows, vocab), jnp.bool_)
+    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    table = {"plt": plt, "vocab": vocab, "vocab_axis": vocab_axis, "precision": precision}
+
+    def everything(h, w, words, t, bias, mask):
+        options = Elementwise(0.5, 30.0, bias, mask)
+        top, total = triton.stage1_groups(h, w, t, options, **table)
+        distinct = many.without_replacement(h, w, words, t, options, top, total, None, num_samples=min(4, vocab), vocab=vocab,
+                                            vocab_axis=vocab_axis)
+        return (draw(h, w, words, t, options, vocab=vocab, vocab_axis=vocab_axis, precision=precision),
+                draw(h, w, words, t, Elementwise(), vocab=vocab, vocab_axis=vocab_axis, precision=precision),
+                triton.stage1_mass(h, w, t, **table), distinct)
+
+    text = lower(everything, device, h, w, words, t, bias, mask).as_text()
+    assert text.count("__gpu$xla.gpu.triton") >= 4 or text.count("triton") >= 4
+
+
+@pytest.mark.parametrize("precision", list(jax.lax.Precision))
+def test_float32_precisions_lower(precision):
+    shape = jax.ShapeDtypeStruct
+    f = functools.partial(triton.stage1_mass, plt=plt, vocab=1009, precision=precision)
+    lower(f, DEVICES[0], shape((16, 64), jnp.float32), shape((1009, 64), jnp.float32), shape((16,), jnp.float32))
+
+
+def test_lowering_in_64_bit_mode():
+    """CASES F-1: no 64-bit index reaches the kernel."""
+    with jax.enable_x64(True):
+        shape = jax.ShapeDtypeStruct
+        f = functools.partial(triton.stage1, plt=plt, vocab=1009)
+        words = (shape((16,), jnp.uint32),) * 2
+        h, w, t = (shape(s, jnp.float32) for s in [(16, 64), (1009, 64), (16,)])
+        out = lower(f, DEVICES[0], h, w, words, t)
+        assert "triton" in out.as_text()

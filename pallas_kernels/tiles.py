@@ -25,3 +25,16 @@ class TritonTiles:
     d_model: int = 128
     num_warps: int = 4
     num_stages: int = 4
+
+
+@dataclass(frozen=True)
+class MosaicTiles:
+    """Two warpgroups score 64 rows x `vocab` ids each, `d_model` coordinates at a time, `steps` fetches in flight.
+
+    `split_rows`: they share the ids and split 128 rows; otherwise they share 64 rows and split the ids.
+    """
+
+    split_rows: bool = False
+    vocab: int = 128
+    d_model: int = 64
+    steps: int = 4

@@ -14,7 +14,7 @@ class Config(NamedTuple):
     """What is fixed when a call is traced. Hashable: equal configs share one compiled function."""
 
     implementation: str
-    platform: str
+    device: _implementation.DeviceFacts
     vocab: int
     vocab_axis: int
     scale: float | None
@@ -23,7 +23,7 @@ class Config(NamedTuple):
 
     def stages(self) -> _implementation.Stages:
         """Stage 1 of the chosen implementation."""
-        return _implementation.stages(self.implementation, self.platform)
+        return _implementation.stages(self.implementation, self.device)
 
     def shape_arguments(self) -> dict:
         """What every stage 1 needs to know about the table."""
@@ -44,12 +44,14 @@ class Operands(NamedTuple):
 
 
 def prepare(h, w, *, temperature=1.0, valid_vocab=None, logit_bias=None, mask=None, vocab_axis=0, scale=None,
-            soft_cap=None, precision=None, implementation=None) -> tuple[Operands, Config, tuple[int, ...]]:
-    """Checks the arguments common to all entry points; the last result is the batch shape."""
-    head = _checks.head(h, w, vocab_axis, valid_vocab)
-    name = _implementation.choose_implementation(h, w, implementation)
+            soft_cap=None, precision=None, implementation=None, groups=False) -> tuple[Operands, Config, tuple[int, ...]]:
+    """Checks the arguments common to all entry points; the last result is the batch shape. `groups`: the call will need
+    the masses of all groups."""
+    head, device = _checks.head(h, w, vocab_axis, valid_vocab), _implementation.device_facts(h)
+    name = _implementation.choose(head.h, head.w, implementation, device, vocab_axis=head.vocab_axis,
+                                  options=Elementwise(bias=logit_bias, mask=mask), groups=groups)
     config = Config(
-        name, _implementation.platform_of(h), head.vocab, head.vocab_axis, _checks.constant(scale, "scale"),
+        name, device, head.vocab, head.vocab_axis, _checks.constant(scale, "scale"),
         _checks.constant(soft_cap, "soft_cap", positive=True), _implementation.precision_of(precision, head.h.dtype))
     t = canonical_temperature(_checks.temperature(temperature, head.batch_shape))
     width = head.w.shape[head.vocab_axis]
@@ -65,7 +67,7 @@ def prepare_logits(logits, *, temperature=1.0, valid_vocab=None, logit_bias=None
         raise ValueError(f"logits must be [*batch, vocab] with at least one token; got shape {list(logits.shape)}.")
     batch_shape, width = logits.shape[:-1], logits.shape[-1]
     vocab = _checks.vocabulary(valid_vocab, width)
-    config = Config("xla", _implementation.platform_of(logits), vocab, 0, None, None, None)
+    config = Config("xla", _implementation.device_facts(logits), vocab, 0, None, None, None)
     t = canonical_temperature(_checks.temperature(temperature, batch_shape))
     bias = _checks.per_token(logit_bias, "logit_bias", batch_shape, width, vocab, jnp.float32)
     mask = _checks.per_token(mask, "mask", batch_shape, width, vocab, jnp.bool_)

@@ -24,6 +24,14 @@ def pallas_triton():
         return None
 
 
+def pallas_mosaic():
+    """The Pallas Mosaic GPU backend, or None where this JAX has none."""
+    try:
+        return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+    except ImportError:
+        return None
+
+
 def quiet_triton_deprecation() -> None:
     """JAX warns at every lowering for Triton since 0.11. The plan for it is in docs/design.md; users need not read it
     at each call. Called whenever a kernel is traced, since `warnings.catch_warnings` blocks forget filters."""

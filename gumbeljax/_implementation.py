@@ -9,49 +9,93 @@ import jax
 import jax.numpy as jnp
 
 from gumbeljax import _checks, _compat
-from pallas_kernels import xla
+from pallas_kernels import mosaic, xla
+from pallas_kernels.logits import Elementwise
 from pallas_kernels.tiles import XlaTiles
 
-NAMES = ("xla", "triton")
+NAMES = ("xla", "triton", "mosaic")
+MOSAIC_FROM_ROWS = 33  # fewer rows: the Triton kernel reads `w` as fast, in smaller programs (docs/benchmarks.md)
 
 
-def platform_of(x) -> str:
-    """Where the call will run: the device of a concrete array, else the default device."""
+class DeviceFacts(NamedTuple):
+    """What the choice looks at: "cpu", "gpu" or another platform; (major, minor) of an NVIDIA GPU; its multiprocessors."""
+
+    platform: str
+    compute_capability: tuple[int, int]
+    cores: int
+
+
+def device_facts(x) -> DeviceFacts:
+    """Of where the call will run: the device of a concrete array, else the default device."""
     if isinstance(x, jax.Array) and _checks.is_concrete(x):
-        return next(iter(x.devices())).platform
-    device = jax.config.jax_default_device
-    return getattr(device, "platform", device) if device is not None else jax.default_backend()
+        device = next(iter(x.devices()))
+    else:
+        device = jax.config.jax_default_device
+        if device is None or isinstance(device, str):
+            device = jax.local_devices(backend=device)[0]
+    platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
+    capability = getattr(device, "compute_capability", "") if platform == "gpu" else ""
+    major, _, minor = str(capability).partition(".")
+    capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+    return DeviceFacts(platform, capability, int(getattr(device, "core_count", 0) or 0))
 
 
-def choose_implementation(h, w, implementation: str | None = None) -> str:
-    """The implementation that `sample(h, w, key, implementation=implementation)` runs: "xla" or "triton".
+def _unavailable(name: str, device: DeviceFacts) -> str | None:
+    """Why a named kernel backend is not to be had on this machine, or None."""
+    if name == "xla":
+        return None
+    if device.platform != "gpu" or device.compute_capability == (0, 0):
+        return f"it needs an NVIDIA GPU, and this call runs on {device.platform}"
+    if name == "mosaic" and device.compute_capability[0] != 9:
+        return f"it needs a Hopper GPU, and this one has compute capability {'.'.join(map(str, device.compute_capability))}"
+    if (_compat.pallas_triton if name == "triton" else _compat.pallas_mosaic)() is None:
+        return f"jax {jax.__version__} has no Pallas {name.capitalize()} backend"
+    return None
 
-    None chooses: "triton" on an NVIDIA GPU, "xla" everywhere else. A named one is returned if it can run here.
+
+def choose(h, w, implementation: str | None, device: DeviceFacts, *, vocab_axis=0, options=Elementwise(), groups=False) -> str:
+    """The implementation of a checked call; `groups`: it needs the masses of all groups."""
+    _checks.choice(implementation, "implementation", (None, *NAMES))
+
+    def cannot(name):
+        if reason := _unavailable(name, device):
+            return reason
+        if name == "mosaic" and groups:
+            return "it draws one token per row"
+        return mosaic.why_not(h, w, options, vocab_axis) if name == "mosaic" else None
+
+    if implementation is not None:
+        if reason := cannot(implementation):
+            raise NotImplementedError(f"implementation={implementation!r} cannot run this call: {reason}; "
+                                      "leave implementation out, or name another.")
+        return implementation
+    if device.platform != "gpu" or device.compute_capability == (0, 0):
+        return "xla"
+    if h.shape[0] >= MOSAIC_FROM_ROWS and cannot("mosaic") is None:
+        return "mosaic"
+    if reason := cannot("triton"):
+        warnings.warn(f"{reason}; gumbeljax runs implementation='xla' instead.", stacklevel=2)
+        return "xla"
+    return "triton"
+
+
+def choose_implementation(h, w, implementation: str | None = None, *, vocab_axis: int = 0, logit_bias=None, mask=None) -> str:
+    """The implementation that `sample(h, w, key, ...)` runs with these arguments: "xla", "triton" or "mosaic".
+
+    None chooses: on an NVIDIA GPU "mosaic" where it can run and has enough rows to win (Hopper, 16-bit floats, no
+    `logit_bias` or `mask`), else "triton"; "xla" everywhere else. A named one is returned if it can run here.
 
     Raises:
       ValueError: the name is unknown.
-      NotImplementedError: the named implementation cannot run here.
+      NotImplementedError: the named implementation cannot run this call.
 
     >>> import jax.numpy as jnp, gumbeljax
     >>> gumbeljax.choose_implementation(jnp.ones(16), jnp.ones((32, 16)), "xla")
     'xla'
     """
-    del w  # part of the signature because a measured table may look at its shape
-    _checks.choice(implementation, "implementation", (None, *NAMES))
-    platform = platform_of(h)
-    on_gpu = platform in ("gpu", "cuda")
-    if implementation == "triton" and not on_gpu:
-        raise NotImplementedError(f"implementation='triton' needs an NVIDIA GPU; this call runs on {platform}: "
-                                  "leave implementation out, or install jax[cuda13].")
-    if implementation == "xla" or not on_gpu:
-        return "xla"
-    if _compat.pallas_triton() is None:
-        sentence = f"jax {jax.__version__} has no Pallas Triton backend"
-        if implementation == "triton":
-            raise NotImplementedError(f"implementation='triton' cannot run; {sentence}: leave implementation out.")
-        warnings.warn(f"{sentence}; gumbeljax runs implementation='xla' instead.", stacklevel=2)
-        return "xla"
-    return "triton"
+    head = _checks.head(h, w, vocab_axis, None)
+    options = Elementwise(bias=logit_bias, mask=mask)
+    return choose(head.h, head.w, implementation, device_facts(h), vocab_axis=head.vocab_axis, options=options)
 
 
 class Stages(NamedTuple):
@@ -62,17 +106,22 @@ class Stages(NamedTuple):
     groups: Callable
 
 
-def stages(implementation: str, platform: str) -> Stages:
+def stages(implementation: str, device: DeviceFacts) -> Stages:
     """The functions of an implementation; those of all implementations take the same arguments."""
-    if implementation == "triton":
-        from pallas_kernels import triton  # imports the backend's package: only where it is used
+    if implementation == "xla":
+        # Short blocks of the vocabulary stay in a CPU's cache; long ones keep another device busy.
+        tiles = XlaTiles(block=2048 if device.platform == "cpu" else 32768)
+        return Stages(*(functools.partial(f, tiles=tiles) for f in (xla.stage1, xla.stage1_mass, xla.stage1_groups)))
+    from pallas_kernels import triton
 
-        _compat.quiet_triton_deprecation()
-        plt = _compat.pallas_triton()
-        return Stages(*(functools.partial(f, plt=plt) for f in (triton.stage1, triton.stage1_mass, triton.stage1_groups)))
-    # Long vocabulary blocks keep a GPU busy; short ones stay in a CPU's cache.
-    tiles = XlaTiles(block=4096 if platform == "cpu" else 32768)
-    return Stages(*(functools.partial(f, tiles=tiles) for f in (xla.stage1, xla.stage1_mass, xla.stage1_groups)))
+    _compat.quiet_triton_deprecation()
+    plt = _compat.pallas_triton()
+    by_triton = Stages(*(functools.partial(f, plt=plt) for f in (triton.stage1, triton.stage1_mass, triton.stage1_groups)))
+    if implementation == "triton":
+        return by_triton
+    machine = {"mgpu": _compat.pallas_mosaic(), "num_sms": device.cores}
+    return by_triton._replace(race=functools.partial(mosaic.stage1, **machine),
+                              mass=functools.partial(mosaic.stage1_mass, **machine))
 
 
 def precision_of(precision, dtype) -> jax.lax.Precision | None:

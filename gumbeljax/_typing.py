@@ -9,4 +9,4 @@ ArrayLike = Any  # numpy arrays, jax arrays, numbers
 Key = Any  # a typed key array (jax.random.key) or raw uint32 key data
 Method = Literal["grouped", "categorical"]
 Mode = Literal["low", "high"]
-Implementation = Literal["xla", "triton"]
+Implementation = Literal["xla", "triton", "mosaic"]

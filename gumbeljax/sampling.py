@@ -11,7 +11,8 @@ Options shared by the functions of this file and of `gumbeljax.scoring`:
   scale, soft_cap: Python numbers c of the model: `l = soft_cap * tanh(scale * (h @ w.T) / soft_cap)`.
   precision: of float32 products: None or "highest" (float32), "high" (three TF32 products), "default" (one; the
     device's own choice). bfloat16 and float16 products are exact in float32 in any case. Sums are float32.
-  implementation: None (chosen for the device), "xla" or "triton"; a named one runs or raises NotImplementedError.
+  implementation: None (chosen for the device), "xla", "triton" or "mosaic"; a named one runs or raises
+    NotImplementedError.
 
 Order: `h @ w.T -> scale -> soft_cap -> [model law] -> logit_bias -> mask -> temperature -> [tempered law] -> draw`.
 
@@ -76,10 +77,10 @@ def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mo
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1).reshape(out_shape) if x.ndim > 1 else x.reshape(out_shape), out)
 
 
-def _prepare_draw(h, w, method, implementation, **options):
+def _prepare_draw(h, w, method, implementation, num_samples, **options):
     """`method="categorical"` runs XLA on every device, unless another implementation was named."""
-    return prepare(h, w, implementation="xla" if method == "categorical" and implementation is None else implementation,
-                   **options)
+    name = "xla" if method == "categorical" and implementation is None else implementation
+    return prepare(h, w, implementation=name, groups=num_samples is not None, **options)
 
 
 def sample(h: ArrayLike, w: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, num_samples: int | None = None,
@@ -126,8 +127,8 @@ def sample(h: ArrayLike, w: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0
     "FlashSampling", arXiv 2603.15854.
     """
     operands, config, batch_shape = _prepare_draw(
-        h, w, method, implementation, temperature=temperature, valid_vocab=valid_vocab, logit_bias=logit_bias, mask=mask,
-        vocab_axis=vocab_axis, scale=scale, soft_cap=soft_cap, precision=precision)
+        h, w, method, implementation, num_samples, temperature=temperature, valid_vocab=valid_vocab, logit_bias=logit_bias,
+        mask=mask, vocab_axis=vocab_axis, scale=scale, soft_cap=soft_cap, precision=precision)
     return _run(operands, config, batch_shape, key, num_samples=num_samples, replace=replace, method=method, mode=mode,
                 log_probs=False).token
 
@@ -157,8 +158,8 @@ def sample_with_log_probs(
     -2.0794 = -log 8
     """
     operands, config, batch_shape = _prepare_draw(
-        h, w, method, implementation, temperature=temperature, valid_vocab=valid_vocab, logit_bias=logit_bias, mask=mask,
-        vocab_axis=vocab_axis, scale=scale, soft_cap=soft_cap, precision=precision)
+        h, w, method, implementation, num_samples, temperature=temperature, valid_vocab=valid_vocab, logit_bias=logit_bias,
+        mask=mask, vocab_axis=vocab_axis, scale=scale, soft_cap=soft_cap, precision=precision)
     return _run(operands, config, batch_shape, key, num_samples=num_samples, replace=replace, method=method, mode=mode,
                 log_probs=True)
 

@@ -15,7 +15,7 @@ from pallas_kernels.logits import inverse_temperature, model_logits, processed_l
 
 
 def _block_size(config: Config) -> int:
-    return min(4096 if config.platform == "cpu" else 16384, config.vocab)
+    return min(2048 if config.device.platform == "cpu" else 16384, config.vocab)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -9,7 +9,7 @@ from pallas_kernels.noise import GROUP
 class XlaTiles:
     """`block` token ids are scored at a time (a multiple of 16)."""
 
-    block: int = 4096
+    block: int = 2048
 
     def __post_init__(self):
         if self.block <= 0 or self.block % GROUP:

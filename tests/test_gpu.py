@@ -1,5 +1,6 @@
 """The device's answers against the oracle: run wherever a GPU is visible. `GUMBELJAX_REPORT=file` appends its figures."""
 
+import functools
 import json
 import os
 
@@ -11,15 +12,36 @@ import pytest
 import gumbeljax
 from gumbeljax import _compat
 from gumbeljax._implementation import precision_of
-from pallas_kernels import finish, noise, triton, xla
+from pallas_kernels import finish, mosaic, noise, triton, xla
 from pallas_kernels.logits import Elementwise
-from pallas_kernels.tiles import TritonTiles, XlaTiles
+from pallas_kernels.tiles import MosaicTiles, TritonTiles, XlaTiles
 from tests import heads, oracles, statistics
 
 pytestmark = pytest.mark.gpu
-IMPLEMENTATIONS = ("xla", "triton")
+IMPLEMENTATIONS = ("xla", "triton", "mosaic")
 SHAPES = [(151_936, 4_096), (128_256, 8_192), (151_936, 2_048), (49_152, 576), (50_257, 768), (1_009, 64)]
 ROWS = (1, 3, 16, 17, 64, 128, 256)
+
+
+def runnable(h, w, **options):
+    """The implementations that can run a call; Mosaic GPU takes 16-bit floats, whole TMA tiles and no bias or mask."""
+    names = []
+    for name in IMPLEMENTATIONS:
+        try:
+            names.append(gumbeljax.choose_implementation(h, w, name, **options))
+        except NotImplementedError as reason:
+            assert name == "mosaic", reason
+    return names
+
+
+def expect_mosaic(names, dtype, vocab, d_model):
+    hopper = jax.devices()[0].compute_capability == "9.0"
+    assert ("mosaic" in names) == (hopper and dtype == jnp.bfloat16 and vocab % 8 == 0 and d_model % 64 == 0)
+
+
+def pinned(name, logits, dtype, rows):
+    """A pinned head that the implementation can run."""
+    return heads.pinned_head(logits, jnp.bfloat16 if name == "mosaic" else dtype, rows, d_model=64)
 
 
 def report(**figures):
@@ -36,16 +58,17 @@ def test_pathwise_on_exact_inputs(vocab, d_model, vocab_axis, dtype):
     keys, words = heads.keys_of(1, max(ROWS))
     want = oracles.grouped_draw(heads.exact_logits(h, w, vocab_axis), words)
     nearest = np.minimum(want.group_gap, want.token_gap)
-    differing = {}
+    differing, names = {}, runnable(h, w, vocab_axis=vocab_axis)
+    expect_mosaic(names, dtype, vocab, d_model)
     for rows in ROWS:
-        for name in IMPLEMENTATIONS:
+        for name in names:
             got = np.asarray(gumbeljax.sample(h[:rows], w, keys[:rows], vocab_axis=vocab_axis, implementation=name))
             wrong = np.flatnonzero(got != want.tokens[:rows])
             differing[f"{name}/{rows}"] = len(wrong)
             assert np.all(nearest[wrong] < 1e-5), (name, rows, wrong[:9], nearest[wrong][:9])
     assert sum(differing.values()) <= 1, differing
     report(test="exact", vocab=vocab, d_model=d_model, vocab_axis=vocab_axis, dtype=jnp.dtype(dtype).name,
-           rows=list(ROWS), differing=sum(differing.values()))
+           rows=list(ROWS), implementations=names, differing=sum(differing.values()))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
@@ -57,10 +80,14 @@ def test_tiles_change_no_token(vocab, d_model, dtype):
     t, precision = jnp.ones(64), precision_of(None, dtype)
     plt = _compat.pallas_triton()
     want = np.asarray(gumbeljax.sample(h, w, keys, implementation="xla"))
-    tiles = [XlaTiles(1024), XlaTiles(65_536), TritonTiles(32, 16, 64), TritonTiles(128, 16, 32), TritonTiles(64, 64, 32, 4, 2),
+    mgpu = _compat.pallas_mosaic()
+    tiles = [MosaicTiles(False, 128, 64, 2), MosaicTiles(False, 64, 64, 4), MosaicTiles(True, 256, 64, 4),
+             MosaicTiles(True, 128, 128, 2)] if "mosaic" in runnable(h, w) else []
+    tiles += [XlaTiles(1024), XlaTiles(65_536), TritonTiles(32, 16, 64), TritonTiles(128, 16, 32), TritonTiles(64, 64, 32, 4, 2),
              TritonTiles(256, 32, 32, 8, 2)]
     for tile in tiles:
-        stage1 = xla.stage1 if isinstance(tile, XlaTiles) else lambda *a, **k: triton.stage1(*a, plt=plt, **k)
+        stage1 = {XlaTiles: xla.stage1, TritonTiles: functools.partial(triton.stage1, plt=plt),
+                  MosaicTiles: functools.partial(mosaic.stage1, mgpu=mgpu)}[type(tile)]
 
         @jax.jit
         def draw(h, w, stage1=stage1, tile=tile):
@@ -76,6 +103,8 @@ def test_real_inputs_differ_only_at_near_ties(name, dtype):
     vocab, d_model, rows, calls = 151_936, 2_048, 256, 48
     h = jax.random.normal(jax.random.key(0), (rows, d_model)).astype(dtype)
     w = (jax.random.normal(jax.random.key(1), (vocab, d_model)) * 2.0 / d_model**0.5).astype(dtype)
+    if name not in runnable(h, w):
+        pytest.skip(f"{name} does not run {jnp.dtype(dtype).name}")
     logits = np.asarray(jnp.matmul(h.astype(jnp.float32), w.astype(jnp.float32).T, precision="highest"))
     wrong = 0
     for call in range(calls):
@@ -93,7 +122,7 @@ def test_real_inputs_differ_only_at_near_ties(name, dtype):
 def test_ten_million_draws(name):
     vocab, rows, calls = 128_000, 16_384, 611
     logits = np.random.default_rng(0).normal(size=vocab) * 1.5
-    h, w = heads.pinned_head(logits, rows=rows)
+    h, w = pinned(name, logits, jnp.float32, rows)
 
     @jax.jit
     def count(counts, key):
@@ -104,7 +133,7 @@ def test_ten_million_draws(name):
     for call in range(calls):
         counts = count(counts, jax.random.fold_in(jax.random.key(3), call))
     counts = np.asarray(counts)
-    probs = np.exp(oracles.log_softmax(np.asarray(w[:, 0])[None]))[0]
+    probs = np.exp(oracles.log_softmax(np.asarray(w[:, 0], np.float64)[None]))[0]
     p = statistics.chi_square(counts, probs / probs.sum())
     report(test="ten million draws", implementation=name, draws=int(counts.sum()), p=p)
     assert counts.sum() == rows * calls and p > statistics.ALPHA
@@ -117,7 +146,9 @@ def test_one_percent_tail(name, dtype):
     vocab, rows, calls = 49_152, 16_384, 16
     logits = np.zeros(vocab)
     logits[77] = 15.375  # exact in bfloat16
-    h, w = heads.pinned_head(logits, dtype, rows)
+    if name == "mosaic" and dtype != jnp.bfloat16:
+        pytest.skip("mosaic does not run float32")
+    h, w = pinned(name, logits, dtype, rows)
     tail = 1 - 1 / (1 + (vocab - 1) * np.exp(-15.375))
     draw = jax.jit(lambda key: gumbeljax.sample(h, w, jax.random.split(key, rows), implementation=name) != 77)
     hits = sum(int(draw(jax.random.fold_in(jax.random.key(4), i)).sum()) for i in range(calls))
@@ -137,7 +168,7 @@ def test_noise_bits_on_the_device():
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_rows_do_not_depend_on_the_batch(name):
-    h, w = heads.exact_head(50_257, 768, 64, jnp.bfloat16)
+    h, w = heads.exact_head(50_256, 768, 64, jnp.bfloat16)
     keys, _ = heads.keys_of(5, 64)
     whole = np.asarray(gumbeljax.sample(h, w, keys, implementation=name))
     alone = [int(gumbeljax.sample(h[i:i + 1], w, keys[i:i + 1], implementation=name)[0]) for i in range(64)]
@@ -149,7 +180,7 @@ def test_rows_do_not_depend_on_the_batch(name):
             assert np.asarray(a)[0].tobytes() == np.asarray(b)[0].tobytes()
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["xla", "triton"])
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 def test_options_and_log_probs(name, vocab_axis):
     vocab, rows = 5_003, 33
@@ -177,8 +208,41 @@ def test_options_and_log_probs(name, vocab_axis):
         assert np.mean(np.asarray(many) != want) < 0.01
 
 
-@pytest.mark.parametrize("precision, tolerance", [(None, 1e-4), ("highest", 1e-4), ("high", 1e-3), ("default", 0.1)])
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize("rows", [1, 65, 200])
+def test_log_probs_of_mosaic(rows, vocab_axis):
+    vocab = 5_008
+    h, w = heads.exact_head(vocab, 256, rows, jnp.bfloat16, vocab_axis)
+    if "mosaic" not in runnable(h, w, vocab_axis=vocab_axis):
+        pytest.skip("not a Hopper GPU")
+    keys, words = heads.keys_of(6, rows)
+    t = np.random.default_rng(0).choice([0.0, 1e-6, 0.5, 1.0, 3.0], rows)
+    table = {"vocab_axis": vocab_axis, "scale": 0.5, "soft_cap": 4.0, "valid_vocab": 5_000, "implementation": "mosaic"}
+    model = oracles.processed_logits(heads.exact_logits(h, w, vocab_axis), scale=0.5, soft_cap=4.0, valid_vocab=5_000).model
+    out, i = gumbeljax.sample_with_log_probs(h, w, keys, temperature=t, **table), np.arange(rows)
+    heads.assert_pathwise(out.token, model, words, t)
+    np.testing.assert_allclose(out.tempered_log_prob, oracles.log_softmax(model, t)[i, out.token], rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(out.model_log_prob, oracles.log_softmax(model)[i, out.token], atol=2e-5)
+    scored = gumbeljax.log_prob(h, w, out.token, temperature=t, **table)
+    np.testing.assert_allclose(scored, oracles.log_softmax(model, t)[i, out.token], rtol=1e-4, atol=2e-5)
+    np.testing.assert_array_equal(gumbeljax.greedy(h, w, **table), model.argmax(-1))
+
+
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_bad_rows_are_marked(name):
+    h, w = heads.exact_head(5_008, 256, 70, jnp.bfloat16)
+    keys, _ = heads.keys_of(7, 70)
+    clean = np.asarray(gumbeljax.sample(h, w, keys, implementation=name))
+    h = h.at[3].set(jnp.nan).at[40, 0].set(jnp.inf)
+    out = gumbeljax.sample_with_log_probs(h, w, keys, implementation=name)
+    want = clean.copy()
+    want[[3, 40]] = -1
+    np.testing.assert_array_equal(out.token, want)
+    assert np.isnan(np.asarray(out.tempered_log_prob)[[3, 40]]).all()
+
+
+@pytest.mark.parametrize("precision, tolerance", [(None, 1e-4), ("highest", 1e-4), ("high", 1e-3), ("default", 0.1)])
+@pytest.mark.parametrize("name", ["xla", "triton"])
 def test_float32_is_multiplied_as_float32(name, precision, tolerance):
     rng = np.random.default_rng(0)
     h, w = rng.normal(size=(8, 1024)).astype(np.float32), rng.normal(size=(32_000, 1024)).astype(np.float32) / 8
@@ -191,7 +255,7 @@ def test_gradient_of_log_prob_on_the_device():
     h, w = heads.exact_head(5_003, 64, 8)
     tokens = jnp.arange(8) * 600
     dense = lambda h, w: jax.nn.log_softmax(jnp.matmul(h, w.T, precision="highest"))[jnp.arange(8), tokens].sum()  # noqa: E731
-    for name in IMPLEMENTATIONS:
+    for name in runnable(h, w):
         ours = jax.grad(lambda h, w, name=name: gumbeljax.log_prob(h, w, tokens, implementation=name).sum(), (0, 1))(h, w)
         for got, want in zip(ours, jax.grad(dense, (0, 1))(h, w), strict=True):
             np.testing.assert_allclose(got, want, atol=2e-5)

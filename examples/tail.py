@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,7 @@ import matplotlib.pyplot as plt
 VOCAB, TOP, REST = 49_152, 15.4375, 0.029296875  # vocabulary, logit of token 0, logit of every other token
 TAIL = 1 - 1 / (1 + (VOCAB - 1) * np.exp(REST - TOP))
 BATCH = 64
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Row(NamedTuple):
@@ -90,7 +90,8 @@ def plot(rows: list[Row], counts: list[int], path: Path) -> None:
         low, high = (100 * x for x in stats.binomtest(count, row.num_draws).proportion_ci())
         colour = "#1b7837" if row.name.startswith("gumbeljax") else "#5b6f86"
         axis.errorbar(share, y, xerr=[[share - low], [high - share]], fmt="o", color=colour, capsize=4)
-        axis.plot(100 * row.theory, y, "|", color="#b2182b", markersize=16, zorder=3, label=None if y else "theory for this sampler")
+        label = None if y else "theory for this sampler"
+        axis.plot(100 * row.theory, y, "|", color="#b2182b", markersize=16, zorder=3, label=label)
         axis.annotate(f"{share:.3f}% of {row.num_draws:,}", (1.3, y), va="center", fontsize=9)
     axis.axvline(100 * TAIL, color="black", linewidth=0.8, linestyle="dashed", label=f"true share, {TAIL:.3%}")
     axis.set(yticks=range(len(rows)), yticklabels=[row.name for row in rows], xlim=(-0.05, 1.62), ylim=(3.5, -0.5))

@@ -14,7 +14,7 @@ from pallas_kernels.logits import Elementwise
 from pallas_kernels.tiles import XlaTiles
 
 NAMES = ("xla", "triton", "mosaic")
-MOSAIC_FROM_ROWS = 33  # fewer rows: the Triton kernel reads `w` as fast, in smaller programs (docs/benchmarks.md)
+MOSAIC_FROM_ROWS = 33  # fewer rows: the Triton kernel reads `w` as fast, in smaller programs
 
 
 class DeviceFacts(NamedTuple):
@@ -99,9 +99,9 @@ def choose_implementation(h, w, implementation: str | None = None, *, vocab_axis
 
 
 class Stages(NamedTuple):
-    """Stage 1 of an implementation: what the vocabulary says as a race, as a mass, or group by group."""
+    """What an implementation offers: a draw, the mass of the vocabulary, and the masses of its groups."""
 
-    race: Callable
+    draw: Callable
     mass: Callable
     groups: Callable
 
@@ -111,16 +111,16 @@ def stages(implementation: str, device: DeviceFacts) -> Stages:
     if implementation == "xla":
         # Short blocks of the vocabulary stay in a CPU's cache; long ones keep another device busy.
         tiles = XlaTiles(block=2048 if device.platform == "cpu" else 32768)
-        return Stages(*(functools.partial(f, tiles=tiles) for f in (xla.stage1, xla.stage1_mass, xla.stage1_groups)))
+        return Stages(*(functools.partial(f, tiles=tiles) for f in (xla.draw, xla.stage1_mass, xla.stage1_groups)))
     from pallas_kernels import triton
 
     _compat.quiet_triton_deprecation()
     plt = _compat.pallas_triton()
-    by_triton = Stages(*(functools.partial(f, plt=plt) for f in (triton.stage1, triton.stage1_mass, triton.stage1_groups)))
+    by_triton = Stages(*(functools.partial(f, plt=plt) for f in (triton.draw, triton.stage1_mass, triton.stage1_groups)))
     if implementation == "triton":
         return by_triton
     machine = {"mgpu": _compat.pallas_mosaic(), "num_sms": device.cores}
-    return by_triton._replace(race=functools.partial(mosaic.stage1, **machine),
+    return by_triton._replace(draw=functools.partial(mosaic.draw, plt=plt, **machine),
                               mass=functools.partial(mosaic.stage1_mass, **machine))
 
 

@@ -30,11 +30,21 @@ def as_threefry(key: Array) -> Array:
 
     Not drawn with `jax.random.bits`: under `vmap` the other generators give numbers that depend on the whole batch.
     """
-    if "threefry" in str(jax.random.key_impl(key)):
+    if str(jax.random.key_impl(key)) == "threefry2x32":
         return key
     words = jax.random.key_data(key)
-    hashed = noise.threefry2x32(words[..., 0], words[..., 1], words[..., 2], words[..., 3])
+    words = jnp.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, words.shape[-1] % 2)])
+    hashed = jnp.zeros_like(words[..., 0]), jnp.zeros_like(words[..., 0])
+    for i in range(0, words.shape[-1], 2):
+        hashed = noise.threefry2x32(*hashed, words[..., i], words[..., i + 1])
     return jax.random.wrap_key_data(jnp.stack(hashed, axis=-1), impl="threefry2x32")
+
+
+def wrong_shape(key: Array, batch_shape: tuple[int, ...]) -> ValueError:
+    """The error for keys that fit neither the batch nor a single draw."""
+    fix = f"use jax.random.split(key, {batch_shape})" if batch_shape else "pass a scalar key for an h of rank 1"
+    return ValueError(f"key must be one key or an array of keys of the batch's shape {list(batch_shape)}; "
+                      f"got shape {list(key.shape)}: {fix}.")
 
 
 def row_keys(key: Key, batch_shape: tuple[int, ...]) -> tuple[Array, Array]:
@@ -50,7 +60,6 @@ def row_keys(key: Key, batch_shape: tuple[int, ...]) -> tuple[Array, Array]:
     elif key.shape == ():
         key = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_rows, dtype=jnp.uint32))
     else:
-        raise ValueError(f"key must be one key or an array of keys of the batch's shape {list(batch_shape)}; "
-                         f"got shape {list(key.shape)}: use jax.random.split(key, {batch_shape}).")
+        raise wrong_shape(key, batch_shape)
     data = jax.random.key_data(key)
     return data[:, 0], data[:, 1]

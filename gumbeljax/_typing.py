@@ -8,5 +8,5 @@ Array = jax.Array
 ArrayLike = Any  # numpy arrays, jax arrays, numbers
 Key = Any  # a typed key array (jax.random.key) or raw uint32 key data
 Method = Literal["grouped", "categorical"]
-Mode = Literal["low", "high"]
+Mode = Literal["low", "high", "highest"]
 Implementation = Literal["xla", "triton", "mosaic"]

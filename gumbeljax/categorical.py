@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gumbeljax._call import Config, Operands
+from gumbeljax._keys import wrong_shape
 from pallas_kernels import race
 from pallas_kernels.finish import Draw, has_law, log_normalizer_of
 from pallas_kernels.logits import inverse_temperature, model_logits, processed_logits
@@ -47,8 +48,7 @@ def draw(operands: Operands, config: Config, key, batch_shape, *, num_samples, r
         token = jax.random.categorical(key, shaped, shape=(*prefix, *batch_shape), replace=replace, mode=mode)
         token = token.reshape(*prefix, rows)
     else:
-        raise ValueError(f"key must be one key or an array of keys of the batch's shape {list(batch_shape)}; "
-                         f"got shape {list(key.shape)}.")
+        raise wrong_shape(key, batch_shape)
     mass = race.mass_over(x.T, t, jnp.int32(0))
     best = lax.top_k(x, num_samples)[1].T if num_samples and not replace else mass.argmax
     token = jnp.where(t == 0.0, best, token.astype(jnp.int32))

@@ -30,7 +30,9 @@ from gumbeljax._call import Config, Operands, prepare, prepare_logits
 from gumbeljax._keys import row_keys, typed_key
 from gumbeljax._typing import Array, ArrayLike, Key, Method, Mode
 from pallas_kernels import many
-from pallas_kernels.finish import Draw, finish, has_law
+from pallas_kernels.finish import Draw, has_law
+
+MAX_SAMPLES = 2**23  # the noise streams of one purpose
 
 
 @functools.partial(jax.jit, static_argnames=("config", "num_samples", "replace", "log_probs"))
@@ -38,27 +40,29 @@ def _draw(operands: Operands, keys, *, config: Config, num_samples, replace, log
     """Leaves `[rows]`, or `[num_samples, rows]`."""
     h, w, t, options = operands.h, operands.w, operands.t, operands.options(config)
     stages, shape = config.stages(), config.shape_arguments()
-    where = {"vocab": config.vocab, "vocab_axis": config.vocab_axis}
     if num_samples is None:
-        won, model_mass = stages.race(h, w, keys, t, options, with_model=log_probs, **shape)
-        return finish(h, w, keys, t, options, won, model_mass, **where)
+        return stages.draw(h, w, keys, t, options, with_model=log_probs, **shape)
     model_mass = None
     if log_probs:
         model_mass = stages.mass(h, w, jnp.ones_like(t), options._replace(bias=None, mask=None), **shape)
     top, total = stages.groups(h, w, t, options, **shape)
     draw = many.with_replacement if replace else many.without_replacement
-    return draw(h, w, keys, t, options, top, total, model_mass, num_samples=num_samples, **where)
+    return draw(h, w, keys, t, options, top, total, model_mass, num_samples=num_samples, vocab=config.vocab,
+                vocab_axis=config.vocab_axis)
 
 
 def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mode, log_probs) -> Draw:
     """Draws by either law and gives every leaf the shape `[*batch]` or `[*batch, num_samples]`."""
     _checks.choice(method, "method", ("grouped", "categorical"))
-    _checks.choice(mode, "mode", ("low", "high"))
+    _checks.choice(mode, "mode", (None, "low", "high", "highest"))
     if num_samples is not None:
         num_samples = _checks.count(num_samples, "num_samples")
         if not replace and num_samples > config.vocab:
             raise ValueError(f"num_samples must be at most the number of tokens, {config.vocab}, when replace=False; "
                              f"got {num_samples}.")
+        if num_samples > MAX_SAMPLES:
+            raise ValueError(f"num_samples must be at most {MAX_SAMPLES}, the samples that have noise of their own; "
+                             f"got {num_samples}: draw the rest with another key.")
     rows = operands.h.shape[0]
     out_shape = batch_shape if num_samples is None else (*batch_shape, num_samples)
     if rows == 0:
@@ -86,7 +90,7 @@ def _prepare_draw(h, w, method, implementation, num_samples, **options):
 def sample(h: ArrayLike, w: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, num_samples: int | None = None,
            replace: bool = True, valid_vocab: int | None = None, logit_bias: ArrayLike | None = None,
            mask: ArrayLike | None = None, vocab_axis: int = 0, scale: float | None = None,
-           soft_cap: float | None = None, method: Method = "grouped", mode: Mode = "low",
+           soft_cap: float | None = None, method: Method = "grouped", mode: Mode | None = None,
            precision: str | jax.lax.Precision | None = None, implementation: str | None = None) -> Array:
     """Tokens from `softmax((h @ w.T + logit_bias) / temperature)`; the logits are never written to memory.
 
@@ -108,7 +112,7 @@ def sample(h: ArrayLike, w: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0
         the first is the token of a single draw. If a row has fewer tokens, the rest is -1.
       method: "grouped", or "categorical": token for token `jax.random.categorical(key, logits, mode=mode)` on float32
         logits, run by XLA with the logits in memory, for those who must not see a token change.
-      mode: of `method="categorical"`: "low" or "high".
+      mode: of `method="categorical"`: "low", "high", "highest", or None for JAX's own default.
       (the other options: see the top of `gumbeljax.sampling`)
 
     Returns:
@@ -137,7 +141,7 @@ def sample_with_log_probs(
         h: ArrayLike, w: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, num_samples: int | None = None,
         replace: bool = True, valid_vocab: int | None = None, logit_bias: ArrayLike | None = None,
         mask: ArrayLike | None = None, vocab_axis: int = 0, scale: float | None = None, soft_cap: float | None = None,
-        method: Method = "grouped", mode: Mode = "low", precision: str | jax.lax.Precision | None = None,
+        method: Method = "grouped", mode: Mode | None = None, precision: str | jax.lax.Precision | None = None,
         implementation: str | None = None) -> Draw:
     """The tokens of `sample` with their log-probabilities, from the same pass over `w`.
 
@@ -166,7 +170,7 @@ def sample_with_log_probs(
 
 def sample_logits(logits: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, num_samples: int | None = None,
                   replace: bool = True, valid_vocab: int | None = None, logit_bias: ArrayLike | None = None,
-                  mask: ArrayLike | None = None, method: Method = "grouped", mode: Mode = "low") -> Array:
+                  mask: ArrayLike | None = None, method: Method = "grouped", mode: Mode | None = None) -> Array:
     """As `sample`, for logits `[*batch, vocab]` that exist already: same law, same noise, same token.
 
     Pathwise exact. Noise and sums are float32 whatever the dtype of the logits.

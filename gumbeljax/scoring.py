@@ -78,6 +78,8 @@ def _log_prob(operands: Operands, tokens, *, config: Config) -> Array:
     ids = jnp.clip(tokens, 0, config.vocab - 1)[None]
     model = model_logits(token_logits(h, w, ids, config.vocab_axis), config.scale, config.soft_cap)
     x = processed_logits(model, rows_of(bias, ids), rows_of(mask, ids))[0]
+    # Summed in another order than stage 1 did: without this, rounding over a small T could pass the largest logit.
+    x = x + lax.stop_gradient(jnp.where(x > -jnp.inf, jnp.where(tokens == argmax, top, jnp.minimum(x, top)) - x, 0.0))
     log_prob = (x - lax.stop_gradient(top)) * inverse_temperature(t) - log_total
     log_prob = jnp.where(t == 0.0, jnp.where(tokens == argmax, 0.0, -jnp.inf), log_prob)
     exists = (tokens >= 0) & (tokens < config.vocab) & has_law(top, jnp.exp(log_total))

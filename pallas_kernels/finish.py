@@ -70,6 +70,11 @@ def finish(h, w, keys, t, options: Elementwise, won: race.Race, model_mass, *, v
     """Choose the token inside each row's winning group."""
     first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
     ids, model, x = group_logits(h, w, first, options, vocab=vocab, vocab_axis=vocab_axis)
+    return draw_in_group(keys, t, won, model_mass, first, ids, model, x, vocab=vocab, sample=sample)
+
+
+def draw_in_group(keys, t, won: race.Race, model_mass, first, ids, model, x, *, vocab, sample) -> Draw:
+    """The draw from the winning group's ids, model and processed logits `[16, rows]`. Runs inside kernels too."""
     token = race.choose(race.token_scores(x, keys, sample, t, ids), ids)
     ok = has_law(won.top, won.total) & (token < vocab)
     tempered = group_log_prob(won, keys, sample, t, first) + at(log_probs_in_group(x, t), ids, token)

@@ -46,8 +46,9 @@ def inverse_temperature(t):
 
 
 def canonical_temperature(t):
-    """Float32 temperature: exactly 0 below 2^-100, NaN (no law) if negative, infinite or NaN."""
+    """Float32 temperature: exactly 0 below 2^-100, at most 2^100, NaN (no law) if negative, infinite or NaN."""
     t = jnp.asarray(t, jnp.float32)
+    t = jnp.where((t > 1.0 / TINY) & (t < jnp.inf), 1.0 / TINY, t)  # uniform from there on; T * noise must stay finite
     t = jnp.where((t >= 0.0) & (t < TINY), 0.0, t)
     return jnp.where((t >= 0.0) & (t < jnp.inf), t, jnp.nan)
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import noise, race
+from pallas_kernels import noise, race, triton_finish
+from pallas_kernels.finish import Draw
 from pallas_kernels.logits import Elementwise, inverse_temperature, model_logits
 from pallas_kernels.tiles import MosaicTiles
 
@@ -25,8 +26,9 @@ def why_not(h, w, options, vocab_axis: int) -> str | None:
     """Why this kernel cannot run a call, or None if it can."""
     if h.dtype != w.dtype or h.dtype.name not in ("bfloat16", "float16"):
         return f"it multiplies bfloat16 or float16 by the same, not {h.dtype} by {w.dtype}"
-    if w.shape[vocab_axis] % 8 or h.shape[1] % 64:
-        return f"its bulk copies need a vocabulary that is a multiple of 8 and d_model of 64, not w {list(w.shape)}"
+    if w.shape[vocab_axis] % (8, 64)[vocab_axis] or h.shape[1] % 64:
+        return (f"its bulk copies need a vocabulary that is a multiple of {(8, 64)[vocab_axis]} and d_model of 64, "
+                f"not w {list(w.shape)}")
     if options.bias is not None or options.mask is not None:
         return "it takes neither logit_bias nor mask"
     return None
@@ -98,7 +100,7 @@ def lowest(condition, column, n, first_id, step):
 
 
 def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_model, tiles, num_sms):
-    """Runs the kernel; (floats `[k, tiles, rows]`, ids `[tiles, rows]`)."""
+    """Runs the kernel; float outputs and ids, each `[tiles, rows padded to whole tiles]`."""
     if reason := why_not(h, w, options, vocab_axis):
         raise NotImplementedError(f"implementation='mosaic' cannot run this call: {reason}; leave implementation out.")
     num_rows, d_model = h.shape
@@ -108,9 +110,9 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     padding = -num_rows % cta_m
     rows = num_rows + padding
     h = jnp.pad(h, ((0, padding), (0, 0)))
-    words = jnp.stack([jnp.pad(x, (0, padding)) for x in keys])
-    temperatures = jnp.pad(t, (0, padding), constant_values=1.0)
-    temperatures = jnp.stack([temperatures, inverse_temperature(temperatures)])
+    vectors = [jnp.pad(t, (0, padding), constant_values=1.0)]
+    if wanted == "race":
+        vectors += [jnp.pad(x, (0, padding)) for x in keys]
     row_tiles, vocab_tiles = rows // cta_m, pl.cdiv(vocab, cta_n)
     warpgroup_tiles = vocab_tiles if tiles.split_rows else 2 * vocab_tiles
     num_floats = 2 if wanted == "mass" else 4 + with_model
@@ -124,7 +126,9 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     h_spec = block_spec((cta_m, k), lambda i: (0, i))
     w_spec = block_spec((cta_n, k), lambda i: (0, i)) if vocab_axis == 0 else block_spec((k, cta_n), lambda i: (i, 0))
 
-    def kernel(h_gmem, w_gmem, words_gmem, t_gmem, floats_gmem, ids_gmem):
+    def kernel(h_gmem, w_gmem, t_gmem, *refs):
+        words_gmem, (*floats_gmem, ids_gmem) = refs[:len(vectors) - 1], refs[len(vectors) - 1:]
+
         def pipeline(body, context):
             return mgpu.emit_pipeline_warp_specialized(
                 body, grid=(d_model // k,), in_specs=[h_spec, w_spec], memory_registers=40, wg_axis="wg", num_compute_wgs=2,
@@ -147,9 +151,9 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                 my_rows = pl.ds(wg * m, m) if tiles.split_rows else slice(None)
                 my_vocab = slice(None) if tiles.split_rows else pl.ds(wg * n, n)
 
-                def row_vector(ref, i):
+                def row_vector(ref):
                     layout = mgpu.Layout.WGMMA.reduce(1)
-                    return mgpu.layout_cast(mgpu.load(ref.at[i, pl.ds(first_row, m)], layout=layout, optimized=False), layout)
+                    return mgpu.layout_cast(mgpu.load(ref.at[pl.ds(first_row, m)], layout=layout, optimized=False), layout)
 
                 def epilogue(run):
                     @functools.partial(pl.run_scoped, accumulator=mgpu.ACC((m, n), jnp.float32))
@@ -159,13 +163,13 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                         if vocab % cta_n:
                             token = first_id + lax.broadcasted_iota(jnp.int32, (m, n), 1)
                             x = jnp.where(token < vocab, x, -jnp.inf)
-                        inverse_t = row_vector(t_gmem, 1)
+                        my_t = row_vector(t_gmem)
+                        inverse_t = inverse_temperature(my_t)
                         if wanted == "mass":
                             *values, best = mass_in_registers(x, inverse_t, first_id)
                         else:
-                            my_words = row_vector(words_gmem, 0), row_vector(words_gmem, 1)
-                            *values, best = race_in_registers(mgpu, x, my_words, row_vector(t_gmem, 0), inverse_t, first_id,
-                                                              with_model)
+                            my_words = tuple(map(row_vector, words_gmem))
+                            *values, best = race_in_registers(mgpu, x, my_words, my_t, inverse_t, first_id, with_model)
                         mgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         for i, value in enumerate(values):
                             floats[wg, i] = value
@@ -173,7 +177,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                         mgpu.commit_smem()
                         tile = vocab_tile if tiles.split_rows else 2 * vocab_tile + wg
                         for i in range(num_floats):
-                            mgpu.copy_smem_to_gmem(floats.at[wg, i], floats_gmem.at[i, tile, pl.ds(first_row, m)])
+                            mgpu.copy_smem_to_gmem(floats.at[wg, i], floats_gmem[i].at[tile, pl.ds(first_row, m)])
                         mgpu.copy_smem_to_gmem(ids.at[wg], ids_gmem.at[tile, pl.ds(first_row, m)])
 
                 def step(_, h_smem, w_smem, accumulator):
@@ -187,30 +191,31 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
 
         mgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    floats, ids = mgpu.kernel(
-        kernel, out_type=[jax.ShapeDtypeStruct((num_floats, warpgroup_tiles, rows), jnp.float32),
-                          jax.ShapeDtypeStruct((warpgroup_tiles, rows), jnp.int32)],
+    return mgpu.kernel(
+        kernel, out_type=[jax.ShapeDtypeStruct((warpgroup_tiles, rows), dtype)
+                          for dtype in (jnp.float32,) * num_floats + (jnp.int32,)],
         grid=(num_sms,), grid_names=("sm",), num_threads=3, thread_name="wg",
         compiler_params=mgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Warpgroup))(
-            h, w, words, temperatures)
-    return floats[:, :, :num_rows], ids[:, :num_rows]
+            h, w, *vectors)
 
 
-def stage1(h, w, keys, t, options=Elementwise(), *, mgpu, vocab, sample=0, vocab_axis=0, precision=None, with_model=False,
-           tiles=None, num_sms=132):
-    """As `xla.stage1`: (Race, Mass of the model law or None), each leaf `[rows]`. `mgpu` is jax's module; one draw."""
-    del precision, sample  # products of 16-bit floats are exact in float32
-    (high, low, top, total, *model), winner = launch(
+def draw(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, sample=0, vocab_axis=0, precision=None, with_model=False,
+         tiles=None, num_sms=132) -> Draw:
+    """As `xla.draw`. `mgpu` and `plt` are jax's Mosaic GPU and Triton modules: the finish is a Triton kernel."""
+    del precision  # products of 16-bit floats are exact in float32
+    high, low, top, total, *model, winner = launch(
         h, w, keys, t, options, mgpu=mgpu, wanted="race", vocab=vocab, vocab_axis=vocab_axis, with_model=with_model,
         tiles=tiles, num_sms=num_sms)
-    won = race.merge(race.Race(high, low, winner, top, total), t)
     # Without bias and mask the processed logits are the model's, so the two laws share `top`.
-    return won, race.merge_masses(race.Mass(top, winner, model[0]), jnp.float32(1.0)) if with_model else None
+    model = race.Mass(top, winner, model[0]) if with_model else None
+    return triton_finish.finish(h, w, keys, t, options, race.Race(high, low, winner, top, total), model, plt=plt, vocab=vocab,
+                                sample=sample, vocab_axis=vocab_axis)
 
 
 def stage1_mass(h, w, t, options=Elementwise(), *, mgpu, vocab, vocab_axis=0, precision=None, tiles=None, num_sms=132):
     """As `xla.stage1_mass`: Mass of the processed law, each leaf `[rows]`."""
     del precision
-    (top, total), argmax = launch(h, w, (jnp.zeros(h.shape[0], jnp.uint32),) * 2, t, options, mgpu=mgpu, wanted="mass",
-                                  vocab=vocab, vocab_axis=vocab_axis, with_model=False, tiles=tiles, num_sms=num_sms)
+    out = launch(h, w, None, t, options, mgpu=mgpu, wanted="mass", vocab=vocab, vocab_axis=vocab_axis, with_model=False,
+                 tiles=tiles, num_sms=num_sms)
+    top, total, argmax = (x[:, :h.shape[0]] for x in out)
     return race.merge_masses(race.Mass(top, argmax, total), t)

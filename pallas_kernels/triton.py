@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import noise, race
+from pallas_kernels import noise, race, triton_finish
+from pallas_kernels.finish import Draw
 from pallas_kernels.logits import Elementwise, model_logits, processed_logits
 from pallas_kernels.tiles import TritonTiles
 
@@ -142,13 +143,14 @@ def launch(h, w, keys, t, options: Elementwise, *, plt, wanted, vocab, sample, v
         name=f"gumbeljax_{wanted}")(*arguments)
 
 
-def stage1(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, sample=0, vocab_axis=0, precision=None,
-           with_model=False, tiles=None, interpret=False):
-    """As `xla.stage1`: (Race, Mass of the model law or None), each leaf `[rows]`. `plt` is jax's Triton module."""
+def draw(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, sample=0, vocab_axis=0, precision=None,
+         with_model=False, tiles=None, interpret=False) -> Draw:
+    """As `xla.draw`. `plt` is jax's Triton module."""
     out = launch(h, w, keys, t, options, plt=plt, wanted="race", vocab=vocab, sample=sample, vocab_axis=vocab_axis,
                  precision=precision, with_model=with_model, tiles=tiles, interpret=interpret)
-    won = race.merge(race.Race(*out[:5]), t)
-    return won, race.merge_masses(race.Mass(*out[5:]), jnp.float32(1.0)) if with_model else None
+    model = race.Mass(*out[5:]) if with_model else None
+    return triton_finish.finish(h, w, keys, t, options, race.Race(*out[:5]), model, plt=plt, vocab=vocab, sample=sample,
+                                vocab_axis=vocab_axis, interpret=interpret)
 
 
 def stage1_mass(h, w, t, options: Elementwise = Elementwise(), *, plt, vocab, vocab_axis=0, precision=None, tiles=None,

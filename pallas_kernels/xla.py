@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import noise, race
+from pallas_kernels.finish import Draw, finish
 from pallas_kernels.logits import Elementwise, block_of, model_logits, processed_logits
 from pallas_kernels.tiles import XlaTiles
 
@@ -68,6 +69,14 @@ def stage1(h, w, keys, t, options: Elementwise = Elementwise(), *, vocab, sample
         return race.merge(pair[0], t), race.merge_masses(pair[1], jnp.float32(1.0)) if with_model else None
 
     return fold_blocks(of_block, merge, vocab, tiles.block)
+
+
+def draw(h, w, keys, t, options: Elementwise = Elementwise(), *, vocab, sample=0, vocab_axis=0, precision=None,
+         with_model=False, tiles=XlaTiles()) -> Draw:
+    """One token per row from `[0, vocab)`: stage 1 and the finish."""
+    won, model_mass = stage1(h, w, keys, t, options, vocab=vocab, sample=sample, vocab_axis=vocab_axis, precision=precision,
+                             with_model=with_model, tiles=tiles)
+    return finish(h, w, keys, t, options, won, model_mass, vocab=vocab, sample=sample, vocab_axis=vocab_axis)
 
 
 def stage1_mass(h, w, t, options: Elementwise = Elementwise(), *, vocab, vocab_axis=0, precision=None, tiles=XlaTiles()):

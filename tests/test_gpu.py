@@ -12,8 +12,7 @@ import pytest
 import gumbeljax
 from gumbeljax import _compat
 from gumbeljax._implementation import precision_of
-from pallas_kernels import finish, mosaic, noise, triton, xla
-from pallas_kernels.logits import Elementwise
+from pallas_kernels import mosaic, noise, triton, xla
 from pallas_kernels.tiles import MosaicTiles, TritonTiles, XlaTiles
 from tests import heads, oracles, statistics
 
@@ -83,18 +82,13 @@ def test_tiles_change_no_token(vocab, d_model, dtype):
     mgpu = _compat.pallas_mosaic()
     tiles = [MosaicTiles(False, 128, 64, 2), MosaicTiles(False, 64, 64, 4), MosaicTiles(True, 256, 64, 4),
              MosaicTiles(True, 128, 128, 2)] if "mosaic" in runnable(h, w) else []
-    tiles += [XlaTiles(1024), XlaTiles(65_536), TritonTiles(32, 16, 64), TritonTiles(128, 16, 32), TritonTiles(64, 64, 32, 4, 2),
-             TritonTiles(256, 32, 32, 8, 2)]
+    tiles += [XlaTiles(1024), XlaTiles(65_536), TritonTiles(32, 16, 64), TritonTiles(128, 16, 32),
+              TritonTiles(64, 64, 32, 4, 2), TritonTiles(256, 32, 32, 8, 2)]
     for tile in tiles:
-        stage1 = {XlaTiles: xla.stage1, TritonTiles: functools.partial(triton.stage1, plt=plt),
-                  MosaicTiles: functools.partial(mosaic.stage1, mgpu=mgpu)}[type(tile)]
-
-        @jax.jit
-        def draw(h, w, stage1=stage1, tile=tile):
-            won, _ = stage1(h, w, words, t, vocab=vocab, precision=precision, tiles=tile)
-            return finish.finish(h, w, words, t, Elementwise(), won, None, vocab=vocab).token
-
-        assert np.sum(np.asarray(draw(h, w)) != want) == 0, tile
+        draw = {XlaTiles: xla.draw, TritonTiles: functools.partial(triton.draw, plt=plt),
+                MosaicTiles: functools.partial(mosaic.draw, mgpu=mgpu, plt=plt)}[type(tile)]
+        got = jax.jit(functools.partial(draw, vocab=vocab, precision=precision, tiles=tile))(h, w, words, t).token
+        assert np.sum(np.asarray(got) != want) == 0, tile
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)

@@ -10,21 +10,18 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from gumbeljax import _compat
-from pallas_kernels import finish, many, triton, xla
+from pallas_kernels import finish, many, mosaic, race, triton, xla
 from pallas_kernels.logits import Elementwise, canonical_temperature
-from pallas_kernels.tiles import TritonTiles
+from pallas_kernels.tiles import MosaicTiles, TritonTiles
 from tests import heads, oracles
 
-plt = _compat.pallas_triton()
+plt, mgpu = _compat.pallas_triton(), _compat.pallas_mosaic()
 pytestmark = pytest.mark.skipif(plt is None, reason="this jax has no Pallas Triton backend")
+needs_mosaic = pytest.mark.skipif(mgpu is None, reason="this jax has no Mosaic GPU backend")
 DEVICES = [("NVIDIA H200", 132), ("NVIDIA A100-SXM4-80GB", 108), ("NVIDIA L4", 58)]
 
 
-def draw(h, w, words, t, options, *, vocab, vocab_axis=0, sample=0, **kwargs):
-    """Stage 1 in Triton, then the finish."""
-    won, mass = triton.stage1(h, w, words, t, options, plt=plt, vocab=vocab, vocab_axis=vocab_axis, sample=sample,
-                              with_model=True, **kwargs)
-    return finish.finish(h, w, words, t, options, won, mass, vocab=vocab, sample=sample, vocab_axis=vocab_axis)
+draw = functools.partial(triton.draw, plt=plt, with_model=True)
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 16, 17, 31, 33, 63, 64, 65, 1009])
@@ -74,8 +71,7 @@ def test_bad_logits_are_marked_as_by_the_plain_twin(bad, where):
     words = tuple(jnp.asarray(heads.keys_of(0, 3)[1].T))
     t = jnp.array([0.0, 1.0, 0.3])
     out = draw(h, w, words, t, Elementwise(), vocab=203, interpret=True)
-    won, mass = xla.stage1(h, w, words, t, vocab=203, with_model=True)
-    twin = finish.finish(h, w, words, t, Elementwise(), won, mass, vocab=203)
+    twin = xla.draw(h, w, words, t, vocab=203, with_model=True)
     assert out.token.tolist() == twin.token.tolist() == [-1, -1, -1]
     assert np.isnan(out.tempered_log_prob).all() and np.isnan(twin.tempered_log_prob).all()
 
@@ -90,6 +86,81 @@ def test_vmap_over_everything():
     np.testing.assert_array_equal(jax.vmap(f)(h, w, words, t), want)
     want = jnp.stack([f(h[i], w[0], words[i], t[0]) for i in range(2)])
     np.testing.assert_array_equal(jax.vmap(f, (0, None, 0, None))(h, w[0], words, t[0]), want)
+
+
+def mosaic_stage1(h, w, words, t, options, *, vocab, vocab_axis=0, tiles=None, wanted="race"):
+    """The Mosaic GPU kernel under its interpreter, on one multiprocessor, merged."""
+    with mgpu.force_gpu_interpret_mode(mgpu.InterpretGPUParams()):
+        out = mosaic.launch(h, w, words, t, options, mgpu=mgpu, wanted=wanted, vocab=vocab, vocab_axis=vocab_axis,
+                            with_model=wanted == "race", tiles=tiles, num_sms=1)
+    out = [x[:, :h.shape[0]] for x in out]
+    if wanted == "mass":
+        return race.merge_masses(race.Mass(out[0], out[2], out[1]), t)
+    high, low, top, total, model, winner = out
+    model = race.merge_masses(race.Mass(top, winner, model), jnp.ones(1))
+    return race.merge(race.Race(high, low, winner, top, total), t), model
+
+
+@needs_mosaic
+@pytest.mark.parametrize("vocab_axis, rows, tiles", [
+    (0, 5, None), (1, 100, None), (0, 70, MosaicTiles(True, 128, 64, 2)), (1, 64, MosaicTiles(False, 64, 64, 2))])
+def test_interpreted_mosaic_kernel_equals_the_oracle(vocab_axis, rows, tiles):
+    vocab, width = 509, 576
+    h, w = heads.exact_head(width, 128, rows, jnp.bfloat16, vocab_axis)
+    _, words = heads.keys_of(9, rows)
+    arrays = tuple(jnp.asarray(words.T))
+    t = np.random.default_rng(0).choice([0.0, 1e-6, 0.5, 1.0, 2.0], rows)
+    options = Elementwise(0.5, 6.0)
+    won, mass = mosaic_stage1(h, w, arrays, canonical_temperature(t), options, vocab=vocab, vocab_axis=vocab_axis, tiles=tiles)
+    out = finish.finish(h, w, arrays, canonical_temperature(t), options, won, mass, vocab=vocab, vocab_axis=vocab_axis)
+    laws = oracles.processed_logits(heads.exact_logits(h, w, vocab_axis), scale=0.5, soft_cap=6.0, valid_vocab=vocab)
+    heads.assert_pathwise(out.token, laws.processed, words, t)
+    i = np.arange(rows)
+    tempered = oracles.log_softmax(laws.processed, t)[i, out.token]
+    np.testing.assert_allclose(out.tempered_log_prob, tempered, rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(out.model_log_prob, oracles.log_softmax(laws.model)[i, out.token], atol=2e-5)
+    mass = mosaic_stage1(h, w, arrays, canonical_temperature(t), options, vocab=vocab, vocab_axis=vocab_axis, wanted="mass")
+    np.testing.assert_array_equal(mass.argmax, laws.processed.argmax(-1))
+
+
+@needs_mosaic
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter multiplies in NumPy
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_mosaic_marks_bad_rows(bad):
+    h, w = heads.exact_head(512, 64, 3, jnp.bfloat16)
+    words = tuple(jnp.asarray(heads.keys_of(0, 3)[1].T))
+    t = jnp.array([0.0, 1.0, 0.3])
+    won, mass = mosaic_stage1(h.at[1, 0].set(bad), w, words, t, Elementwise(), vocab=512)
+    out = finish.finish(h.at[1, 0].set(bad), w, words, t, Elementwise(), won, mass, vocab=512)
+    assert (np.asarray(out.token) == -1).tolist() == [False, True, False] and np.isnan(out.tempered_log_prob[1])
+
+
+@needs_mosaic
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize("vocab, d_model, rows", [
+    (151_936, 4_096, 1), (151_936, 4_096, 128), (128_256, 8_192, 256), (512, 64, 65)])
+def test_mosaic_lowers(vocab, d_model, rows, vocab_axis):
+    shape = jax.ShapeDtypeStruct
+    h, w = shape((rows, d_model), jnp.bfloat16), shape((vocab, d_model)[:: 1 - 2 * vocab_axis], jnp.bfloat16)
+    words, t = (shape((rows,), jnp.uint32),) * 2, shape((rows,), jnp.float32)
+    table = {"mgpu": mgpu, "vocab": vocab - 3, "vocab_axis": vocab_axis}
+
+    def everything(h, w, words, t):
+        return (mosaic.draw(h, w, words, t, plt=plt, with_model=True, **table), mosaic.draw(h, w, words, t, plt=plt, **table),
+                mosaic.stage1_mass(h, w, t, Elementwise(0.5, 30.0), **table))
+
+    assert "mosaic_gpu" in lower(everything, DEVICES[0], h, w, words, t).as_text()
+
+
+@pytest.mark.parametrize("h, w, options, axis, why", [
+    ((4, 64), (512, 64), Elementwise(mask=True), 0, "neither logit_bias nor mask"),
+    ((4, 64), (509, 64), Elementwise(), 0, "multiple of 8 and d_model of 64"),
+    ((4, 64), (64, 520), Elementwise(), 1, "multiple of 64 and d_model of 64"),
+    ((4, 40), (512, 40), Elementwise(), 0, "multiple of 8 and d_model of 64")])
+def test_mosaic_says_what_it_cannot_run(h, w, options, axis, why):
+    h, w = jnp.zeros(h, jnp.bfloat16), jnp.zeros(w, jnp.bfloat16)
+    assert why in mosaic.why_not(h, w, options, axis)
+    assert "bfloat16 or float16" in mosaic.why_not(h.astype(jnp.float32), w, Elementwise(), 0)
 
 
 def lower(f, device, *arguments):
@@ -137,7 +208,7 @@ def test_lowering_in_64_bit_mode():
     """CASES F-1: no 64-bit index reaches the kernel."""
     with jax.enable_x64(True):
         shape = jax.ShapeDtypeStruct
-        f = functools.partial(triton.stage1, plt=plt, vocab=1009)
+        f = functools.partial(triton.draw, plt=plt, vocab=1009)
         words = (shape((16,), jnp.uint32),) * 2
         h, w, t = (shape(s, jnp.float32) for s in [(16, 64), (1009, 64), (16,)])
         out = lower(f, DEVICES[0], h, w, words, t)

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import gumbeljax
-from pallas_kernels import finish, xla
-from pallas_kernels.logits import Elementwise
+from pallas_kernels import xla
 from pallas_kernels.tiles import XlaTiles
 from tests import heads, oracles, statistics
 
@@ -48,8 +47,7 @@ def test_blocks_change_no_token(block):
     t = jnp.linspace(0, 2, 64)
 
     def draw(tiles):
-        won, _ = xla.stage1(h, w, words, t, vocab=2003, precision=jax.lax.Precision.HIGHEST, tiles=tiles)
-        return finish.finish(h, w, words, t, Elementwise(), won, None, vocab=2003).token
+        return xla.draw(h, w, words, t, vocab=2003, precision=jax.lax.Precision.HIGHEST, tiles=tiles).token
 
     np.testing.assert_array_equal(draw(XlaTiles(block)), draw(XlaTiles(2016)))
 

@@ -39,18 +39,14 @@ def kernel_check(answer, w, temperature, num_rows):
     """The first tokens by the GPU kernel, run in Pallas' interpret mode."""
     from jax.experimental.pallas import triton as plt
 
-    from pallas_kernels import finish, tiles, triton
+    from pallas_kernels import tiles, triton
 
     h, keys = jnp.asarray(answer.h[:num_rows]), tuple(jax.random.key_data(answer.keys[:num_rows]).T)
-    t = jnp.full(len(h), temperature, jnp.float32)
-    options, highest = triton.Elementwise(), jax.lax.Precision.HIGHEST
+    t, highest = jnp.full(len(h), temperature, jnp.float32), jax.lax.Precision.HIGHEST
     # A tile changes speed, never a token: a wide one spares the interpreter most of its steps.
     wide = tiles.TritonTiles(vocab=1024, rows=16, d_model=64)
-    won, _ = triton.stage1(
-        h, w, keys, t, options, plt=plt, vocab=w.shape[0], precision=highest, tiles=wide, interpret=True
-    )
-    drawn = finish.finish(h, w, keys, t, options, won, None, vocab=w.shape[0])
-    return np.asarray(drawn.token) == answer.tokens[:num_rows], "Pallas Triton stage 1 + finish"
+    drawn = triton.draw(h, w, keys, t, plt=plt, vocab=w.shape[0], precision=highest, tiles=wide, interpret=True)
+    return np.asarray(drawn.token) == answer.tokens[:num_rows], "Pallas Triton: stage 1 and finish"
 
 
 def categorical_check(answer, w, temperature, mode):
@@ -108,8 +104,8 @@ def main() -> int:
     for batch in (64, 512):
         used, plain, logits = (size / 2**20 for size in memory_check(w, batch))
         note = f"the logits alone: {logits:.1f} MiB; h @ w.T and categorical: {plain:.1f} MiB"
-        table.add_row(f"peak temporary memory, {batch} rows", f"{used:.1f} MiB", note, verdict[used < logits])
-        has_passed = has_passed and used < logits
+        table.add_row(f"peak temporary memory, {batch} rows", f"{used:.1f} MiB", note, verdict[used < logits / 2])
+        has_passed = has_passed and used < logits / 2
     console.print(table)
     num_equal, num_compared = (sum(f(good) for good, _ in checks.values()) for f in (np.sum, np.size))
     console.print(f"{verdict[bool(has_passed)]}: {num_equal} of {num_compared} token comparisons agree.")

@@ -5,6 +5,7 @@ from gumbeljax import _compat
 _compat.check_jax_version()
 
 from gumbeljax._implementation import choose_implementation  # noqa: E402
+from gumbeljax.relaxation import gumbel_softmax  # noqa: E402
 from gumbeljax.sampling import Draw, greedy, sample, sample_logits, sample_with_log_probs  # noqa: E402
 from gumbeljax.scoring import log_prob  # noqa: E402
 
@@ -14,6 +15,7 @@ __all__ = [
     "Draw",
     "choose_implementation",
     "greedy",
+    "gumbel_softmax",
     "log_prob",
     "sample",
     "sample_logits",

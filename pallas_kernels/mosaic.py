@@ -37,9 +37,9 @@ def why_not(h, w, options, vocab_axis: int) -> str | None:
 def choose_tiles(num_rows: int, d_model: int) -> MosaicTiles:
     """Tiles that were fast on an H200."""
     if num_rows <= 64:
-        return MosaicTiles(split_rows=False, vocab=128, d_model=64, steps=4)
-    if num_rows <= 128 and d_model % 128 == 0:
-        return MosaicTiles(split_rows=True, vocab=256, d_model=128, steps=2)
+        return MosaicTiles(split_rows=False, vocab=64, d_model=128 if d_model % 128 == 0 else 64, steps=4)
+    if num_rows <= 128:
+        return MosaicTiles(split_rows=True, vocab=128, d_model=64, steps=6)
     return MosaicTiles(split_rows=True, vocab=256, d_model=64, steps=4)
 
 

@@ -10,6 +10,11 @@ from gumbeljax._typing import Array
 from pallas_kernels.logits import Elementwise, canonical_temperature
 
 
+def plain_broadcasting():
+    """Users may forbid rank promotion in their own code; ours broadcasts per-row numbers over the vocabulary."""
+    return jax.numpy_rank_promotion("allow")
+
+
 class Config(NamedTuple):
     """What is fixed when a call is traced. Hashable: equal configs share one compiled function."""
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -28,14 +29,29 @@ def shape_of(x) -> list[int]:
     return list(np.shape(x))
 
 
+def is_traced(x) -> bool:
+    """Whether values cannot be looked at now."""
+    return isinstance(x, Tracer)
+
+
 def is_concrete(x) -> bool:
     """Whether values can be looked at now: not a tracer (and None has none)."""
-    return x is not None and not isinstance(x, Tracer)
+    return x is not None and not is_traced(x)
+
+
+def as_array(x, name: str) -> Array:
+    """An array, or one sentence."""
+    try:
+        return jnp.asarray(x)
+    except OverflowError:
+        raise ValueError(f"{name} must fit in 32 bits; got {str(x)[:40]}: pass a float32 number.") from None
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be an array or a number; got {type(x).__name__}: pass a jax or numpy array.") from None
 
 
 def float_array(x, name: str) -> Array:
     """A bfloat16, float16 or float32 array. float64 becomes float32; anything else is refused."""
-    x = jnp.asarray(x)
+    x = as_array(x, name)
     if x.dtype == jnp.float64:
         x = x.astype(jnp.float32)
     if x.dtype.name not in FLOATS:
@@ -47,8 +63,9 @@ def float_array(x, name: str) -> Array:
 def head(h, w, vocab_axis: int, valid_vocab: int | None) -> Head:
     """Checks h `[*batch, d_model]` against w `[vocab, d_model]`, or `[d_model, vocab]` with `vocab_axis=1`."""
     h, w = float_array(h, "h"), float_array(w, "w")
-    if vocab_axis not in (0, 1, -1, -2):
-        raise ValueError(f"vocab_axis must be 0 for w [vocab, d_model] or 1 for w [d_model, vocab]; got {vocab_axis!r}.")
+    if isinstance(vocab_axis, bool) or not isinstance(vocab_axis, int) or vocab_axis not in (0, 1, -1, -2):
+        raise ValueError(f"vocab_axis must be 0 for w [vocab, d_model] or 1 for w [d_model, vocab]; got "
+                         f"{vocab_axis!r}: pass the number.")
     vocab_axis %= 2
     if w.ndim != 2:
         raise ValueError(f"w must be [vocab, d_model]; got shape {shape_of(w)}: pass the two-dimensional output table.")
@@ -60,7 +77,8 @@ def head(h, w, vocab_axis: int, valid_vocab: int | None) -> Head:
         raise ValueError(f"h must end in d_model = {d_model}, that of w {shape_of(w)} read as {layout}; got h "
                          f"{shape_of(h)}: for a w of the other layout pass vocab_axis={1 - vocab_axis}.")
     if d_model == 0 or vocab == 0:
-        raise ValueError(f"w must have at least one token and one coordinate; got shape {shape_of(w)}.")
+        raise ValueError(f"w must have at least one token and one coordinate; got shape {shape_of(w)}: "
+                         "pass the output table.")
     # A wider dtype wins, so that neither operand is rounded; w is widened block by block, never as a whole.
     h = h.astype(jnp.promote_types(h.dtype, w.dtype))
     batch_shape = h.shape[:-1]
@@ -76,30 +94,33 @@ def vocabulary(valid_vocab: int | None, vocab: int) -> int:
         raise TypeError(f"valid_vocab must be a Python int; got {type(valid_vocab).__name__}: "
                         "it sets shapes, so it cannot be traced.")
     if not 0 < valid_vocab <= vocab:
-        raise ValueError(f"valid_vocab must be between 1 and the vocabulary of w, {vocab}; got {valid_vocab}.")
+        raise ValueError(f"valid_vocab must be between 1 and the vocabulary of w, {vocab}; got {valid_vocab}: "
+                         "pass the number of real tokens.")
     return int(valid_vocab)
 
 
 def per_row(x, name: str, batch_shape: tuple[int, ...]) -> Array:
     """A scalar, or one number per row, as float32 `[rows]`."""
     if isinstance(x, str) or x is None:
-        raise TypeError(f"{name} must be a number or an array of shape {list(batch_shape)}; got {x!r}.")
-    x = jnp.asarray(x)
+        raise TypeError(f"{name} must be a number or an array of shape {list(batch_shape)}; got {x!r}: pass a number.")
+    x = as_array(x, name)
     if not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
         raise TypeError(f"{name} must be real; got dtype {x.dtype}: cast it to float32.")
     if x.shape not in ((), batch_shape):
-        raise ValueError(f"{name} must be a scalar or have the batch's shape {list(batch_shape)}; got {list(x.shape)}.")
+        raise ValueError(f"{name} must be a scalar or have the batch's shape {list(batch_shape)}; got {list(x.shape)}: "
+                         "give every row its own.")
     return jnp.broadcast_to(x.astype(jnp.float32), batch_shape).reshape(-1)
 
 
 def temperature(x, batch_shape: tuple[int, ...]) -> Array:
     """Checked temperatures `[rows]`: concrete values must be finite and not negative, traced ones are marked later."""
-    out = per_row(x, "temperature", batch_shape)
-    if is_concrete(x):
-        values = np.asarray(x, np.float64)
-        if values.size and not (np.all(values >= 0) and np.all(np.isfinite(values))):
-            bad = values[~((values >= 0) & np.isfinite(values))].reshape(-1)[0] if values.ndim else values
-            raise ValueError(f"temperature must be finite and at least 0 (0 is greedy); got {bad:g}.")
+    with np.errstate(over="ignore"):  # what leaves float32 is refused below
+        out = per_row(x, "temperature", batch_shape)
+        given = np.zeros(0) if any(map(is_traced, jax.tree.leaves(x))) else np.asarray(x, np.float64).reshape(-1)
+        values = given.astype(np.float32)
+    if np.any(bad := ~((values >= 0) & np.isfinite(values))):
+        raise ValueError(f"temperature must be finite and at least 0 (0 is greedy); got {given[bad][0]:g}: "
+                         "pass a float32 number, or 0.")
     return out
 
 
@@ -109,7 +130,7 @@ def per_token(x, name: str, batch_shape: tuple[int, ...], width: int, vocab: int
         return None
     if isinstance(x, Mapping) and dtype == jnp.float32:
         x = dense_bias(x, name, width, vocab)
-    x = jnp.asarray(x)
+    x = as_array(x, name)
     if dtype == jnp.bool_ and x.dtype != jnp.bool_:
         raise TypeError(f"{name} must be boolean, True for allowed tokens; got dtype {x.dtype}: write {name} != 0.")
     if dtype == jnp.float32:
@@ -118,7 +139,8 @@ def per_token(x, name: str, batch_shape: tuple[int, ...], width: int, vocab: int
         raise ValueError(f"{name} must be as wide as the vocabulary of w, {width}; got width "
                          f"{x.shape[-1] if x.ndim else 'none (a scalar)'}: pad it to {width}.")
     if x.shape not in ((width,), (*batch_shape, width)):
-        raise ValueError(f"{name} must be {[width]} or {[*batch_shape, width]}; got {list(x.shape)}.")
+        raise ValueError(f"{name} must be {[width]} or {[*batch_shape, width]}; got {list(x.shape)}: "
+                         "give every row its own, or all the same.")
     return x.reshape(-1, width)[:, :vocab] if x.ndim > 1 else x[:vocab]
 
 
@@ -126,9 +148,13 @@ def dense_bias(x: Mapping, name: str, width: int, vocab: int) -> Array:
     """`{token id: bias}` as a dense `[width]` array."""
     for token in x:
         if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
-            raise ValueError(f"{name} must name token ids from 0 to {vocab - 1}; got {token!r}.")
+            raise ValueError(f"{name} must name token ids from 0 to {vocab - 1}; got {token!r}: leave it out.")
     ids = jnp.asarray(list(x), jnp.int32)
-    values = jnp.stack([jnp.asarray(v, jnp.float32) for v in x.values()]) if x else jnp.zeros(0, jnp.float32)
+    values = [as_array(v, f"{name}[{token}]") for token, v in x.items()]
+    for token, v in zip(x, values, strict=True):
+        if v.shape != () or not jnp.issubdtype(v.dtype, jnp.number):
+            raise TypeError(f"{name}[{token}] must be a number; got {v.dtype}{list(v.shape)}: pass one float for each id.")
+    values = jnp.stack([v.astype(jnp.float32) for v in values]) if values else jnp.zeros(0, jnp.float32)
     return jnp.zeros(width, jnp.float32).at[ids].set(values)
 
 
@@ -137,32 +163,41 @@ def constant(x, name: str, positive: bool = False) -> float | None:
     if x is None:
         return None
     if isinstance(x, bool) or not isinstance(x, int | float | np.floating | np.integer):
-        raise TypeError(f"{name} must be a Python number, fixed when the call is traced; got {type(x).__name__}.")
-    if not math.isfinite(x) or (positive and x <= 0):
-        raise ValueError(f"{name} must be finite{' and positive' if positive else ''}; got {x}.")
+        raise TypeError(f"{name} must be a Python number, fixed when the call is traced; got {type(x).__name__}: "
+                        f"pass float({name}).")
+    with np.errstate(all="ignore"):
+        small = np.float32(min(max(x, -(2**200)), 2**200))  # as the kernels see it; Python ints have no end
+        usable = np.isfinite(small) and not (positive and not (small > 0 and np.isfinite(1 / small)))
+    if not usable:
+        raise ValueError(f"{name} must be finite{' and positive' if positive else ''}; got {str(x)[:40]}: "
+                         "pass a float32 number, or None for none.")
     return float(x)
 
 
 def choice(x, name: str, allowed: tuple) -> None:
     """One of a few names."""
-    if x not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {x!r}.")
+    if not (x is None or isinstance(x, str)) or x not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {x!r}: pass one of these.")
 
 
 def count(x, name: str) -> int:
     """A positive Python int."""
     if isinstance(x, bool) or not isinstance(x, int | np.integer):
-        raise TypeError(f"{name} must be a Python int, since it sets the shape of the result; got {type(x).__name__}.")
+        raise TypeError(f"{name} must be a Python int, since it sets the shape of the result; got {type(x).__name__}: "
+                        "make it a constant.")
     if x < 1:
-        raise ValueError(f"{name} must be at least 1; got {x}.")
+        raise ValueError(f"{name} must be at least 1; got {x}: pass None for one draw without an extra axis.")
     return int(x)
 
 
 def token_ids(tokens, batch_shape: tuple[int, ...]) -> Array:
     """Integer tokens of the batch's shape, as int32 `[rows]`."""
-    tokens = jnp.asarray(tokens)
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+    if not hasattr(tokens, "dtype"):
+        tokens = np.asarray(tokens)  # keeps 64 bits
+    if tokens.dtype == object or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"tokens must be integers; got dtype {tokens.dtype}: cast them to int32.")
     if tokens.shape != batch_shape:
-        raise ValueError(f"tokens must have the batch's shape {list(batch_shape)}; got {list(tokens.shape)}.")
-    return tokens.astype(jnp.int32).reshape(-1)
+        raise ValueError(f"tokens must have the batch's shape {list(batch_shape)}; got {list(tokens.shape)}: reshape them.")
+    if tokens.dtype.itemsize * 8 > 31 and tokens.dtype != jnp.int32:  # wider ids must not wrap into the vocabulary
+        tokens = (np if isinstance(tokens, np.ndarray) else jnp).clip(tokens, 0 if tokens.dtype.kind == "u" else -1, 2**31 - 1)
+    return jnp.asarray(tokens).astype(jnp.int32).reshape(-1)

@@ -18,7 +18,7 @@ def typed_key(key: Key, name: str = "key") -> Array:
     if key.dtype != jnp.uint32 or key.ndim == 0:
         raise TypeError(f"{name} must be a typed key or raw uint32 key data; got {key.dtype}{list(key.shape)}: "
                         "pass jax.random.key(seed).")
-    words = jax.eval_shape(jax.random.PRNGKey, 0).shape[-1]
+    words = jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape[-1]  # a new function: the default may have changed
     if key.shape[-1] != words:
         raise TypeError(f"{name} must have {words} words of raw key data on its last axis; got shape {list(key.shape)}: "
                         "pass jax.random.key(seed).")

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from gumbeljax._call import Config, Operands
-from gumbeljax._keys import wrong_shape
 from pallas_kernels import race
 from pallas_kernels.finish import Draw, has_law, log_normalizer_of
 from pallas_kernels.logits import inverse_temperature, model_logits, processed_logits
@@ -43,14 +42,12 @@ def draw(operands: Operands, config: Config, key, batch_shape, *, num_samples, r
     if key.shape == batch_shape and batch_shape != ():
         one = functools.partial(jax.random.categorical, shape=prefix, replace=replace, mode=mode)
         token = jax.vmap(one, out_axes=-1)(key.reshape(rows), tempered)
-    elif key.shape == ():
+    else:
         shaped = tempered.reshape(*batch_shape, -1)
         token = jax.random.categorical(key, shaped, shape=(*prefix, *batch_shape), replace=replace, mode=mode)
         token = token.reshape(*prefix, rows)
-    else:
-        raise wrong_shape(key, batch_shape)
     mass = race.mass_over(x.T, t, jnp.int32(0))
-    best = lax.top_k(x, num_samples)[1].T if num_samples and not replace else mass.argmax
+    best = lax.top_k(jnp.where(x == 0.0, 0.0, x), num_samples)[1].T if num_samples and not replace else mass.argmax
     token = jnp.where(t == 0.0, best, token.astype(jnp.int32))
 
     def picked(values):

@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 
 from gumbeljax import _checks, categorical
-from gumbeljax._call import Config, Operands, prepare, prepare_logits
-from gumbeljax._keys import row_keys, typed_key
+from gumbeljax._call import Config, Operands, plain_broadcasting, prepare, prepare_logits
+from gumbeljax._keys import row_keys, typed_key, wrong_shape
 from gumbeljax._typing import Array, ArrayLike, Key, Method, Mode
 from pallas_kernels import many
 from pallas_kernels.finish import Draw, has_law
@@ -55,6 +55,8 @@ def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mo
     """Draws by either law and gives every leaf the shape `[*batch]` or `[*batch, num_samples]`."""
     _checks.choice(method, "method", ("grouped", "categorical"))
     _checks.choice(mode, "mode", (None, "low", "high", "highest"))
+    if not isinstance(replace, bool):
+        raise TypeError(f"replace must be True or False, fixed when the call is traced; got {type(replace).__name__}.")
     if num_samples is not None:
         num_samples = _checks.count(num_samples, "num_samples")
         if not replace and num_samples > config.vocab:
@@ -73,11 +75,15 @@ def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mo
         if config.implementation != "xla":
             raise NotImplementedError("method='categorical' is run by XLA alone; got implementation="
                                       f"{config.implementation!r}: leave implementation out.")
-        out = categorical.draw(operands, config, typed_key(key), batch_shape, num_samples=num_samples, replace=replace,
-                               mode=mode)
+        key = typed_key(key)
+        if key.shape not in ((), batch_shape):
+            raise wrong_shape(key, batch_shape)
+        with plain_broadcasting():
+            out = categorical.draw(operands, config, key, batch_shape, num_samples=num_samples, replace=replace, mode=mode)
     else:
-        out = _draw(operands, row_keys(key, batch_shape), config=config, num_samples=num_samples, replace=replace,
-                    log_probs=log_probs)
+        with plain_broadcasting():
+            out = _draw(operands, row_keys(key, batch_shape), config=config, num_samples=num_samples, replace=replace,
+                        log_probs=log_probs)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1).reshape(out_shape) if x.ndim > 1 else x.reshape(out_shape), out)
 
 
@@ -213,4 +219,5 @@ def greedy(h: ArrayLike, w: ArrayLike, *, valid_vocab: int | None = None, logit_
         soft_cap=soft_cap, precision=precision, implementation=implementation)
     if operands.h.shape[0] == 0:
         return jnp.zeros(batch_shape, jnp.int32)
-    return _greedy(operands, config=config).reshape(batch_shape)
+    with plain_broadcasting():
+        return _greedy(operands, config=config).reshape(batch_shape)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gumbeljax import _checks
-from gumbeljax._call import Config, Operands, prepare
+from gumbeljax._call import Config, Operands, plain_broadcasting, prepare
 from gumbeljax._typing import Array, ArrayLike
 from pallas_kernels import xla
 from pallas_kernels.finish import has_law, token_logits
@@ -34,6 +34,7 @@ def _forward(operands, config):
     return out, (operands, out[0], out[1])
 
 
+@plain_broadcasting()
 def _backward(config, residuals, cotangents):
     """One more pass over the blocks of `w`: each block's logits again, their softmax, and its products with h and w."""
     operands, log_total, top = residuals
@@ -93,8 +94,8 @@ def log_prob(h: ArrayLike, w: ArrayLike, tokens: ArrayLike, *, temperature: Arra
     """`log softmax((h @ w.T + logit_bias) / temperature)[tokens]`; the logits are never written to memory.
 
     Exact up to the rounding of float32 sums. With no bias, mask or temperature this is the model's own law. It can be
-    differentiated with respect to h, w, temperature and logit_bias: the backward pass makes the logits again, block by
-    block.
+    differentiated with respect to h, w, logit_bias and (above 1e-18) temperature: the backward pass makes the logits
+    again, block by block.
 
     Args:
       h: hidden states `[*batch, d_model]`; bfloat16, float16 or float32.
@@ -120,4 +121,5 @@ def log_prob(h: ArrayLike, w: ArrayLike, tokens: ArrayLike, *, temperature: Arra
     tokens = _checks.token_ids(tokens, batch_shape)
     if operands.h.shape[0] == 0:
         return jnp.zeros(batch_shape, jnp.float32)
-    return _log_prob(operands, tokens, config=config).reshape(batch_shape)
+    with plain_broadcasting():
+        return _log_prob(operands, tokens, config=config).reshape(batch_shape)

@@ -2,11 +2,14 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import noise, race
 from pallas_kernels.logits import Elementwise, inverse_temperature, model_logits, processed_logits, rows_of
+
+GATHER = 2**20  # coordinates of `w` alive at a time
 
 
 class Draw(NamedTuple):
@@ -25,9 +28,14 @@ def token_logits(h, w, ids, vocab_axis):
     """
     if w is None:
         return jnp.take_along_axis(h, ids.T, axis=1).T.astype(jnp.float32)
-    picked = jnp.take(w, ids, axis=vocab_axis, mode="clip").astype(h.dtype).astype(jnp.float32)
-    picked = jnp.moveaxis(picked, 0, -1) if vocab_axis == 1 else picked
-    return jnp.sum(picked * h.astype(jnp.float32), axis=-1)
+    def of_row(row):
+        h, ids = row
+        picked = jnp.take(w, ids, axis=vocab_axis, mode="clip").astype(h.dtype).astype(jnp.float32)
+        return jnp.sum((picked.T if vocab_axis == 1 else picked) * h.astype(jnp.float32), axis=-1)
+
+    # A few rows at a time: 16 rows of `w` for each row of h can be more than the logits.
+    batch = max(1, GATHER // (ids.shape[0] * h.shape[1]))
+    return lax.map(of_row, (h, ids.T), batch_size=batch).T if batch < h.shape[0] else jax.vmap(of_row)((h, ids.T)).T
 
 
 def group_logits(h, w, first, options: Elementwise, *, vocab, vocab_axis):
@@ -78,11 +86,11 @@ def draw_in_group(keys, t, won: race.Race, model_mass, first, ids, model, x, *, 
     token = race.choose(race.token_scores(x, keys, sample, t, ids), ids)
     ok = has_law(won.top, won.total) & (token < vocab)
     tempered = group_log_prob(won, keys, sample, t, first) + at(log_probs_in_group(x, t), ids, token)
-    tempered = jnp.where(t == 0.0, 0.0, tempered)
+    tempered = jnp.where(t == 0.0, 0.0, jnp.minimum(tempered, 0.0))
     if model_mass is None:
-        model_log_prob = jnp.full_like(tempered, jnp.nan)
+        model_log_prob = jnp.zeros_like(tempered)  # not asked for
     else:
-        model_log_prob = at(model, ids, token) - model_mass.top - jnp.log(model_mass.total)
+        model_log_prob = jnp.minimum(at(model, ids, token) - model_mass.top - jnp.log(model_mass.total), 0.0)
     nan_unless = lambda value: jnp.where(ok, value, jnp.nan)  # noqa: E731
     return Draw(jnp.where(ok, token, -1), nan_unless(model_log_prob), nan_unless(tempered),
                 nan_unless(log_normalizer_of(won.top, won.total, t)))

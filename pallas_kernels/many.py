@@ -14,7 +14,7 @@ from pallas_kernels import noise, race
 from pallas_kernels.finish import Draw, finish, group_logits, has_law, log_normalizer_of, log_probs_in_group
 from pallas_kernels.logits import Elementwise, inverse_temperature
 
-CHUNK = 2**22  # noise values alive at a time
+CHUNK = 2**22  # noise values, or coordinates of `w`, alive at a time
 
 
 def first_ids_of(top):
@@ -31,7 +31,8 @@ def with_replacement(h, w, keys, t, options: Elementwise, top, total, model_mass
         won = race.Race(*race.best_score(high, low, ids), *mass)
         return finish(h, w, keys, t, options, won, model_mass, vocab=vocab, sample=sample, vocab_axis=vocab_axis)
 
-    batch = max(1, CHUNK // max(1, top.size))
+    gathered = noise.GROUP * h.shape[0] * (1 if w is None else h.shape[1])
+    batch = max(1, CHUNK // max(1, top.size, gathered))
     return lax.map(one, jnp.arange(num_samples, dtype=jnp.int32), batch_size=min(batch, num_samples))
 
 
@@ -39,19 +40,19 @@ def best_groups(high, low, k):
     """Indices `[rows, k]` of the k largest scores (high, low) `[rows, groups]`, exact also where `high` ties."""
     threshold = lax.top_k(high, k)[0][:, -1:]
     above = jnp.where(high > threshold, jnp.inf, jnp.where(high == threshold, low, -jnp.inf))
-    return lax.top_k(above, k)[1]
+    return lax.top_k(jnp.where(above == 0.0, 0.0, above), k)[1]  # top_k tells -0.0 from 0.0
 
 
-def conditioned(x, best, t):
-    """Scores `T * t_v` of a group's tokens, conditioned on their maximum being `best`: x `[16, ...]` from token_scores.
+def conditioning(x, best):
+    """What conditioning on the group's maximum being `best` adds to a token's noise: x `[16, ...]` from token_scores.
 
-    With Z = max x: `t_v = -log(exp(-S) + exp(-x_v) - exp(-Z))`, rearranged so that nothing overflows or cancels:
-    `S - softplus(S - x_v + log(1 - exp(x_v - Z)))`; the winner keeps exactly S.
+    With Z = max x the conditioned score is `t_v = -log(exp(-S) + exp(-x_v) - exp(-Z))`. Written as `x_v + r_v` with
+    `c = log(1 - exp(x_v - Z))` and `r_v = -c - softplus(x_v - S - c)`, nothing overflows or cancels, and a token far below
+    the top keeps its own noise, since r_v vanishes there. At the maximum itself r_v has no value: t_v is S.
     """
     gap = jnp.max(x, axis=0) - x
-    log1mexp = jnp.where(gap < 0.5, jnp.log(-jnp.expm1(-gap)), jnp.log1p(-jnp.exp(-gap)))
-    lag = jax.nn.softplus(best - x + log1mexp)
-    return jnp.where(gap == 0.0, best, best - lag)
+    c = jnp.where(gap < 0.5, jnp.log(-jnp.expm1(-gap)), jnp.log1p(-jnp.exp(-gap)))
+    return jnp.where(gap == 0.0, 0.0, -c - jax.nn.softplus(x - best - c)), gap == 0.0
 
 
 def without_replacement(h, w, keys, t, options: Elementwise, top, total, model_mass, *, num_samples, vocab,
@@ -72,12 +73,14 @@ def without_replacement(h, w, keys, t, options: Elementwise, top, total, model_m
     ids, model, x = (jnp.moveaxis(a, 0, 1) for a in lax.map(one_rank, first.T))  # [16, k, rows]
     group_top = jnp.take_along_axis(top, chosen.T, axis=0)
     group_total = jnp.take_along_axis(total, chosen.T, axis=0)
+    group_high, group_low = (jnp.take_along_axis(a.T, chosen, axis=1).T for a in (high, low))
     best = jnp.log(group_total) + race.group_noise(keys, 0, first.T)
-    scored = conditioned(race.token_scores(x, keys, 0, t, ids), best, t)
-    dead = (x == -jnp.inf) | ((t > 0.0) & (scored == -jnp.inf))
-    offset = jnp.where(t == 0.0, x - race.finite_or_zero(group_top), t * jnp.where(dead, 0.0, scored))
-    high, low = race.two_sum(jnp.broadcast_to(race.finite_or_zero(group_top), x.shape), jnp.where(dead, 0.0, offset))
-    high = jnp.where(dead, -jnp.inf, high)
+    added, is_best = conditioning(race.token_scores(x, keys, 0, t, ids), best)
+    alive = x > -jnp.inf
+    spread = jnp.where(alive & (t > 0.0), t * (race.token_noise(keys, 0, ids) + added), 0.0)
+    high, low = race.two_sum(jnp.where(alive, x, 0.0), spread)
+    high = jnp.where(alive, jnp.where(is_best, group_high, high), -jnp.inf)
+    low = jnp.where(alive, jnp.where(is_best, group_low, low), 0.0)
 
     group_log_prob = (group_top - all_top) * inverse_temperature(t) + jnp.log(group_total) - jnp.log(all_total)
     tempered = group_log_prob + log_probs_in_group(x, t)
@@ -91,7 +94,7 @@ def without_replacement(h, w, keys, t, options: Elementwise, top, total, model_m
     ok = has_law(all_top, all_total) & (best_high < jnp.inf)
     rank = lax.broadcasted_iota(jnp.int32, token.shape, 0)
     tempered = jnp.where(t == 0.0, jnp.where(rank == 0, 0.0, -jnp.inf), tempered)
-    model = jnp.full_like(model, jnp.nan) if model_mass is None else model - model_mass.top - jnp.log(model_mass.total)
+    model = jnp.zeros_like(model) if model_mass is None else model - model_mass.top - jnp.log(model_mass.total)
     nan_unless = lambda value: jnp.where(ok, value, jnp.nan)  # noqa: E731
     log_normalizer = jnp.broadcast_to(log_normalizer_of(all_top, all_total, t), token.shape)
     return Draw(jnp.where(ok, token, -1), nan_unless(model), nan_unless(tempered), nan_unless(log_normalizer))

@@ -123,11 +123,15 @@ def merge_masses(mass: Mass, t) -> Mass:
     return Mass(top, first_where(mass.top == top, mass.argmax), total)
 
 
+def token_noise(keys, sample, ids):
+    """Gumbel noise of tokens: ids int32 `[16, rows]`."""
+    return noise.gumbel(keys[0], keys[1], noise.stream(noise.DRAW, sample, noise.TOKEN_LEVEL), ids.astype(jnp.uint32))
+
+
 def token_scores(x, keys, sample, t, ids):
     """`(l - top) / T + G_v` inside groups: x and ids `[16, rows]`; at T = 0 no noise."""
-    gumbel = noise.gumbel(keys[0], keys[1], noise.stream(noise.DRAW, sample, noise.TOKEN_LEVEL), ids.astype(jnp.uint32))
     top = jnp.max(x, axis=0)
-    return (x - finite_or_zero(top)) * inverse_temperature(t) + jnp.where(t == 0.0, 0.0, gumbel)
+    return (x - finite_or_zero(top)) * inverse_temperature(t) + jnp.where(t == 0.0, 0.0, token_noise(keys, sample, ids))
 
 
 def choose(scored, ids):

@@ -55,7 +55,6 @@ def test_the_short_last_group_of_a_real_size_is_as_frequent_as_others():
     assert statistics.chi_square(counts, np.diff(edges) / vocab) > statistics.ALPHA
 
 
-@pytest.mark.xfail(strict=True, reason="2^22 / groups samples at a time gather 16 rows of w each: 6.6 GB here")
 def test_many_draws_of_one_wide_row_need_little_memory():
     """H-11's kind: what is gathered grows with d_model, so the number of samples at a time has to fall with it."""
     h, w = jax.ShapeDtypeStruct((1024,), jnp.float32), jax.ShapeDtypeStruct((256, 1024), jnp.float32)

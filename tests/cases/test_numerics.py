@@ -137,17 +137,7 @@ def test_two_equal_maxima_share_evenly_at_tiny_temperatures(temperature):
 
 @pytest.mark.parametrize(
     "temperature, far",
-    [
-        (1.0, 1e3),
-        (1e-3, 1e1),
-        pytest.param(
-            1.0,
-            1e9,
-            marks=pytest.mark.xfail(
-                strict=True, reason="(l - top) / T + G in float32 loses G below a far top, for tokens of the top's group only"
-            ),
-        ),
-    ],
+    [(1.0, 1e3), (1e-3, 1e1), (1.0, 1e9), (1e-6, 1e1), (1e-20, 1e30)],
 )
 def test_equal_tokens_far_below_the_first_share_the_second_place(temperature, far):
     """Without replacement, when one token is certain the others still have their law: here 31 equal ones."""
@@ -214,7 +204,6 @@ def test_equal_maxima_in_the_rest_of_the_interface():
     np.testing.assert_array_equal(scored, np.where(np.eye(3, dtype=bool), 0.0, -np.inf))
 
 
-@pytest.mark.xfail(strict=True, reason="lax.top_k puts +0.0 before -0.0")
 def test_signs_of_zero_without_replacement_by_the_other_law():
     distinct = gumbeljax.sample_logits(
         ties()[1], jax.random.key(0), temperature=0.0, num_samples=4, replace=False, method="categorical"

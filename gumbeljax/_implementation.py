@@ -109,8 +109,7 @@ class Stages(NamedTuple):
 def stages(implementation: str, device: DeviceFacts) -> Stages:
     """The functions of an implementation; those of all implementations take the same arguments."""
     if implementation == "xla":
-        # Short blocks of the vocabulary stay in a CPU's cache; long ones keep another device busy.
-        tiles = XlaTiles(block=2048 if device.platform == "cpu" else 32768)
+        tiles = None if device.platform == "cpu" else XlaTiles(32768)  # long blocks keep an accelerator busy
         return Stages(*(functools.partial(f, tiles=tiles) for f in (xla.draw, xla.stage1_mass, xla.stage1_groups)))
     from pallas_kernels import triton
 

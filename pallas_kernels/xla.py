@@ -1,6 +1,7 @@
 """The plain twin of the kernels: pure JAX on any device, the vocabulary streamed in blocks.
 
 Memory is O(rows * block): a scan slices a block of `w`, makes its logits, and merges what the block says into the carry.
+XLA copies the slice, so where all the logits are smaller than that (few rows) the vocabulary is one block.
 """
 
 import jax
@@ -11,6 +12,14 @@ from pallas_kernels import noise, race
 from pallas_kernels.finish import Draw, finish
 from pallas_kernels.logits import Elementwise, block_of, model_logits, processed_logits
 from pallas_kernels.tiles import XlaTiles
+
+
+def choose_tiles(h, w, vocab: int) -> XlaTiles:
+    """Blocks that were fast on a CPU, and never take more memory than the short ones would."""
+    short = XlaTiles()
+    copied = 0 if w is None else short.block * h.shape[1]
+    whole = -(-vocab // noise.GROUP) * noise.GROUP
+    return XlaTiles(whole) if h.shape[0] * vocab <= copied else short
 
 
 def block_logits(h, w, start, size, vocab_axis, precision):
@@ -55,7 +64,7 @@ def processed_block(h, w, start, size, options: Elementwise, vocab_axis, precisi
 
 
 def stage1(h, w, keys, t, options: Elementwise = Elementwise(), *, vocab, sample=0, vocab_axis=0, precision=None,
-           with_model=False, tiles=XlaTiles()):
+           with_model=False, tiles=None):
     """The race over `[0, vocab)`: (Race, Mass of the model law or None), each leaf `[rows]`.
 
     h `[rows, d_model]`, w `[>= vocab, d_model]` (or transposed, vocab_axis=1), keys = two uint32 `[rows]`, t `[rows]`.
@@ -68,32 +77,32 @@ def stage1(h, w, keys, t, options: Elementwise = Elementwise(), *, vocab, sample
     def merge(pair):
         return race.merge(pair[0], t), race.merge_masses(pair[1], jnp.float32(1.0)) if with_model else None
 
-    return fold_blocks(of_block, merge, vocab, tiles.block)
+    return fold_blocks(of_block, merge, vocab, (tiles or choose_tiles(h, w, vocab)).block)
 
 
 def draw(h, w, keys, t, options: Elementwise = Elementwise(), *, vocab, sample=0, vocab_axis=0, precision=None,
-         with_model=False, tiles=XlaTiles()) -> Draw:
+         with_model=False, tiles=None) -> Draw:
     """One token per row from `[0, vocab)`: stage 1 and the finish."""
     won, model_mass = stage1(h, w, keys, t, options, vocab=vocab, sample=sample, vocab_axis=vocab_axis, precision=precision,
                              with_model=with_model, tiles=tiles)
     return finish(h, w, keys, t, options, won, model_mass, vocab=vocab, sample=sample, vocab_axis=vocab_axis)
 
 
-def stage1_mass(h, w, t, options: Elementwise = Elementwise(), *, vocab, vocab_axis=0, precision=None, tiles=XlaTiles()):
+def stage1_mass(h, w, t, options: Elementwise = Elementwise(), *, vocab, vocab_axis=0, precision=None, tiles=None):
     """Mass of the processed law over `[0, vocab)`, each leaf `[rows]`."""
     def of_block(start, size):
         return race.mass_over(processed_block(h, w, start, size, options, vocab_axis, precision)[1], t, start)
 
-    return fold_blocks(of_block, lambda m: race.merge_masses(m, t), vocab, tiles.block)
+    return fold_blocks(of_block, lambda m: race.merge_masses(m, t), vocab, (tiles or choose_tiles(h, w, vocab)).block)
 
 
-def stage1_groups(h, w, t, options: Elementwise = Elementwise(), *, vocab, vocab_axis=0, precision=None, tiles=XlaTiles()):
+def stage1_groups(h, w, t, options: Elementwise = Elementwise(), *, vocab, vocab_axis=0, precision=None, tiles=None):
     """(top, total) of every group, `[groups, rows]`: an eighth of the logits, for draws that need more than one group."""
     def of_block(start, size):
         x = processed_block(h, w, start, size, options, vocab_axis, precision)[1]
         return race.group_masses(pad_to_group(x), t)
 
-    block = min(tiles.block, vocab)
+    block = min((tiles or choose_tiles(h, w, vocab)).block, vocab)
     starts = jnp.arange(vocab // block, dtype=jnp.int32) * block
     _, (top, total) = lax.scan(lambda _, start: (None, of_block(start, block)), None, starts)
     top, total = top.reshape(-1, h.shape[0]), total.reshape(-1, h.shape[0])

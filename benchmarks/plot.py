@@ -1,7 +1,6 @@
 """Plots of benchmark results, from their JSON alone: results/<name>.json -> results/<name>.png."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -53,10 +52,10 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="results to plot (default: all that hold times by head and rows)")
     names = parser.parse_args().names
     for name in names or sorted(path.stem for path in harness.RESULTS.glob("*.json")):
-        result = harness.load(Path(name).stem)
+        result = harness.load(name.removesuffix(".json"))
         if not names and not all(row.keys() >= NEEDED for row in result["rows"]):
             continue
-        path = harness.RESULTS / f"{Path(name).stem}.png"
+        path = harness.RESULTS / f"{name.removesuffix('.json')}.png"
         plot_ratios(result).savefig(path, dpi=120)
         print(f"wrote {path}")
 

@@ -42,8 +42,9 @@ def plot_ratios(result: dict[str, Any]) -> plt.Figure:
     axes[0][0].set_ylabel(f"time / {result['base']}")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names), frameon=False)
     where = result["environment"]
-    machine = f"{where['device']}, {where['cores']} cores, jax {where['versions']['jax']}"
-    figure.suptitle(f"{machine}. On the bars: ms per call; dotted: the target", fontsize=10)
+    cores = f", {where['cores']} cores" if where["platform"] == "cpu" else ""
+    dotted = "; dotted: the target" if any(row.get("target") is not None for row in result["rows"]) else ""
+    figure.suptitle(f"{where['device']}{cores}, jax {where['versions']['jax']}. On the bars: ms per call{dotted}", fontsize=10)
     return figure
 
 

@@ -136,6 +136,22 @@ def test_mosaic_marks_bad_rows(bad):
 
 
 @needs_mosaic
+def test_vmap_of_mosaic():
+    h, w = heads.exact_head(512, 64, 10, jnp.bfloat16)
+    h, t = h.reshape(2, 5, 64), jnp.ones(5)
+    words = jax.random.key_data(jax.random.split(jax.random.key(0), (2, 5)))
+
+    def race_of(h, k):
+        return mosaic.launch(h, w, (k[:, 0], k[:, 1]), t, Elementwise(), mgpu=mgpu, wanted="race", vocab=512, vocab_axis=0,
+                             with_model=False, tiles=None, num_sms=1)
+
+    with mgpu.force_gpu_interpret_mode(mgpu.InterpretGPUParams()):
+        mapped, single = jax.vmap(race_of)(h, words), [race_of(h[i], words[i]) for i in range(2)]
+    for leaf, *alone in zip(mapped, *single, strict=True):
+        np.testing.assert_array_equal(leaf[:, :, :5], jnp.stack(alone)[:, :, :5])
+
+
+@needs_mosaic
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("vocab, d_model, rows", [
     (151_936, 4_096, 1), (151_936, 4_096, 128), (128_256, 8_192, 256), (512, 64, 65)])

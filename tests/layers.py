@@ -28,6 +28,7 @@ LAYERS: dict[str, int] = {
     "gumbeljax.relaxation": 2,
     "gumbeljax.kv_cache": 2,
     "gumbeljax.bandit": 2,
+    "gumbeljax.bandit.*": 2,
     "gumbeljax.reference": 2,
     "gumbeljax.smc.ess": 2,
     "gumbeljax.smc.resampling": 2,

@@ -25,17 +25,25 @@ class DeviceFacts(NamedTuple):
     cores: int
 
 
+HOPPER = ("H20", "H100", "H200", "H800", "GH200")  # in the name of a device that can only be named
+
+
 def device_facts(x) -> DeviceFacts:
-    """Of where the call will run: the device of a concrete array, else the default device."""
+    """Of where the call will run: the device of a concrete array, else the mesh's (which may be an abstract one, to lower
+    for a machine that is not there), else the default device."""
     if isinstance(x, jax.Array) and _checks.is_concrete(x):
-        device = next(iter(x.devices()))
-    else:
-        device = jax.config.jax_default_device
-        if device is None or isinstance(device, str):
-            device = jax.local_devices(backend=device)[0]
+        return _facts(next(iter(x.devices())))
+    if (abstract := jax.sharding.get_abstract_mesh().abstract_device) is not None:
+        nvidia = abstract.platform == "gpu" and "NVIDIA" in abstract.device_kind
+        hopper = any(name in abstract.device_kind.replace("-", " ").split() for name in HOPPER)
+        return DeviceFacts(abstract.platform, ((9, 0) if hopper else (8, 0)) if nvidia else (0, 0), abstract.num_cores or 0)
+    device = jax.config.jax_default_device
+    return _facts(jax.local_devices(backend=device)[0] if device is None or isinstance(device, str) else device)
+
+
+def _facts(device) -> DeviceFacts:
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
-    capability = getattr(device, "compute_capability", "") if platform == "gpu" else ""
-    major, _, minor = str(capability).partition(".")
+    major, _, minor = str(getattr(device, "compute_capability", "") if platform == "gpu" else "").partition(".")
     capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
     return DeviceFacts(platform, capability, int(getattr(device, "core_count", 0) or 0))
 

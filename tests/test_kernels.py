@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
+import gumbeljax
 from gumbeljax import _compat
 from pallas_kernels import finish, many, mosaic, race, triton, xla
 from pallas_kernels.logits import Elementwise, canonical_temperature
@@ -229,3 +230,34 @@ def test_lowering_in_64_bit_mode():
         h, w, t = (shape(s, jnp.float32) for s in [(16, 64), (1009, 64), (16,)])
         out = lower(f, DEVICES[0], h, w, words, t)
         assert "triton" in out.as_text()
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda d: d[0])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_the_public_functions_lower_for_a_named_device(device, rows):
+    """Under a mesh of an abstract device, the choice is made for that device, without a warning."""
+    shape = jax.ShapeDtypeStruct
+    h, w, tokens = shape((rows, 128), jnp.bfloat16), shape((5120, 128), jnp.bfloat16), shape((rows,), jnp.int32)
+    keys, mask = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows)), shape((rows, 5120), jnp.bool_)
+    chosen = []
+
+    def everything(h, w, keys, tokens, mask):
+        chosen.append(gumbeljax.choose_implementation(h, w))
+        chosen.append(gumbeljax.choose_implementation(h, w, mask=mask))
+        return (gumbeljax.sample(h, w, keys), gumbeljax.sample_with_log_probs(h, w, keys, mask=mask), gumbeljax.greedy(h, w),
+                gumbeljax.sample(h, w, keys, num_samples=3), gumbeljax.sample(h, w, keys, num_samples=3, replace=False),
+                jax.grad(lambda h: gumbeljax.log_prob(h, w, tokens).sum())(h))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text = lower(everything, device, h, w, keys, tokens, mask).as_text()
+    hopper = "H200" in device[0] and mgpu is not None and rows > 32
+    assert chosen == ["mosaic" if hopper else "triton", "triton"]
+    assert ("mosaic_gpu" in text) == hopper and "triton" in text
+
+
+def test_a_named_backend_is_refused_for_a_device_that_lacks_it():
+    h, w = jnp.zeros((64, 128), jnp.bfloat16), jnp.zeros((512, 128), jnp.bfloat16)
+    f = lambda h, w: gumbeljax.sample(h, w, jax.random.key(0), implementation="mosaic")  # noqa: E731
+    with pytest.raises(NotImplementedError, match="needs a Hopper GPU"):
+        lower(f, DEVICES[1], h, w)

@@ -39,7 +39,8 @@ class Bandit(NamedTuple):
     - `update(state, arm, num_accepted, draft_len) -> state`: `draft_len` is the number of tokens that were drafted,
       `num_accepted` how many of them were kept: 0 to `draft_len`. An `arm` that does not exist changes nothing.
 
-    To leave a round out (a finished row of a batch), keep the old state with `jnp.where` over its leaves.
+    To leave a round out (a finished row of a batch), keep the old state with `jnp.where` over its leaves. In a carry inside
+    `shard_map`, start from `jax.lax.pcast(bandit.init(), axis_name, to="varying")` when every shard has its own.
     """
 
     init: Callable[[], Any]

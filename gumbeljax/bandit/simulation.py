@@ -69,5 +69,8 @@ def simulate(bandit: Bandit, arms: Arms, rates: ArrayLike, key: Key) -> Simulati
         state = bandit.update(state, arm, num_accepted, draft_len)
         return (state, total), Simulation(arm, num_accepted, total)
 
+    # Adding 0: inside shard_map a carry must vary over the mesh from the start as it will later.
+    zero = 0 * jax.random.key_data(world)[0]
+    start = jax.tree.map(lambda x: x + zero.astype(x.dtype), (bandit.init(), jnp.float32(0)))
     rounds = jnp.arange(rates.shape[0], dtype=jnp.uint32)
-    return jax.lax.scan(play, (bandit.init(), jnp.float32(0)), (rates, rounds))[1]
+    return jax.lax.scan(play, start, (rates, rounds))[1]

@@ -110,9 +110,9 @@ def _round_window(arms: Arms, window: int, c: Array) -> Bandit:
         return RoundWindow(jnp.full(window, -1, jnp.int32), jnp.zeros(window, jnp.float32), jnp.int32(0))
 
     def select(state: RoundWindow, key=None) -> Array:
-        played = state.arms == jnp.arange(num_arms)[:, None]
+        played = state.arms[None] == jnp.arange(num_arms)[:, None]
         counts = jnp.sum(played, axis=-1, dtype=jnp.float32)
-        sums = jnp.sum(jnp.where(played, state.rewards, 0), axis=-1)
+        sums = jnp.sum(jnp.where(played, state.rewards[None], 0), axis=-1)
         return best(counts, _bounds(counts, sums, jnp.sum(counts), c))
 
     def update(state: RoundWindow, arm, num_accepted, draft_len) -> RoundWindow:

@@ -358,7 +358,6 @@ def thompson_without_b(arms):
     return bandit._replace(update=lambda state, arm, num_accepted, draft_len: bandit.update(state, arm, num_accepted, 0))
 
 
-@pytest.mark.slow
 def test_ucb1_regret():
     assert published(final_regrets(bandits.ucb1(EQUAL), EQUAL, STATIONARY), 99.44, 17.0)
 
@@ -383,7 +382,7 @@ def test_regret_of_the_others():
 
 def test_regret_after_a_switch():
     """Windows per arm of 100: at most 40; UCB1 about 90; a window over all rounds pays for exploring for ever."""
-    windows = {over: final_regrets(bandits.sliding_window_ucb(TWO, window=100, over=over), TWO, SWAPPED, 100)
+    windows = {over: final_regrets(bandits.sliding_window_ucb(TWO, window=100, over=over), TWO, SWAPPED, 200)
                for over in ("arm", "rounds")}  # fmt: skip
     plain = final_regrets(bandits.ucb1(TWO), TWO, SWAPPED, 100)
     assert windows["arm"].mean() <= 40 < plain.mean() < 104 < windows["rounds"].mean()
@@ -400,7 +399,7 @@ def test_simulation_is_the_world_it_says():
         law = np.array(law) / np.sum(law)
         assert gates.chi_square(np.bincount(out.num_accepted, minlength=draft_len + 1), law) > gates.ALPHA or draft_len == 0
         assert out.num_accepted.max() == draft_len
-        assert np.isclose(out.regret[-1], 20_000 * (max(mean) - mean[arm]), rtol=1e-3)
+        assert np.isclose(out.regret[-1], 20_000 * (max(mean) - mean[arm]), rtol=1e-5)
     best = bandits.oracle(MIXED, rates[0])
     assert float(bandits.simulate(best, MIXED, rates[:50], KEY).regret[-1]) == 0
 

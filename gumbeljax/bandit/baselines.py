@@ -106,6 +106,8 @@ def oracle(arms: Arms, rates: ArrayLike) -> Bandit:
     if given.shape != checked.cost.shape or not core.is_real(given):
         raise ValueError(f"rates must be real, one for each arm, {list(checked.cost.shape)}; got "
                          f"{given.dtype}{list(given.shape)}: give each arm its acceptance rate.")
-    if not any(map(is_traced, jax.tree.leaves(rates))) and np.any(bad := ~((values := np.asarray(rates, np.float64)) >= 0) | (values > 1)):
-        raise ValueError(f"rates must lie in [0, 1]; got {values[bad][0]:g}: pass probabilities.")
+    if not any(map(is_traced, jax.tree.leaves(rates))):
+        values = np.asarray(rates, np.float64)
+        if np.any(bad := ~((values >= 0) & (values <= 1))):
+            raise ValueError(f"rates must lie in [0, 1]; got {values[bad][0]:g}: pass probabilities.")
     return fixed(arms, jnp.argmax(core.expected_tokens(given, checked.draft_len) / checked.cost))

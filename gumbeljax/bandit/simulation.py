@@ -53,11 +53,10 @@ def simulate(bandit: Bandit, arms: Arms, rates: ArrayLike, key: Key) -> Simulati
     rates = rates.astype(jnp.float32)
     low, high = core.reward_range(arms)
     longest = max(int(arms.draft_len.max()), 1)
-    # On the bandit's own stream, as its choices are, but below them: those use the key of a round.
+    # Two keys below the bandit's own: one for the coins of the world, one for the bandit's choices.
     world, choices = jax.random.split(core.bandit_key(key))
 
-    def play(carry, inputs):
-        state, total = carry
+    def play(state, inputs):
         rate, number = inputs
         arm = bandit.select(state, jax.random.fold_in(choices, number))
         draft_len = jnp.asarray(arms.draft_len)[arm]
@@ -65,12 +64,11 @@ def simulate(bandit: Bandit, arms: Arms, rates: ArrayLike, key: Key) -> Simulati
         tried = coins & (jnp.arange(longest) < draft_len)
         num_accepted = jnp.sum(jnp.cumprod(tried.astype(jnp.int32)), dtype=jnp.int32)
         mean = core.scaled(core.expected_tokens(rate, arms.draft_len) / arms.cost, low, high)
-        total = total + jnp.max(mean) - mean[arm]
-        state = bandit.update(state, arm, num_accepted, draft_len)
-        return (state, total), Simulation(arm, num_accepted, total)
+        return bandit.update(state, arm, num_accepted, draft_len), (arm, num_accepted, jnp.max(mean) - mean[arm])
 
     # Adding 0: inside shard_map a carry must vary over the mesh from the start as it will later.
     zero = 0 * jax.random.key_data(world)[0]
-    start = jax.tree.map(lambda x: x + zero.astype(x.dtype), (bandit.init(), jnp.float32(0)))
+    start = jax.tree.map(lambda x: x + zero.astype(x.dtype), bandit.init())
     rounds = jnp.arange(rates.shape[0], dtype=jnp.uint32)
-    return jax.lax.scan(play, start, (rates, rounds))[1]
+    _, (arm, num_accepted, gap) = jax.lax.scan(play, start, (rates, rounds))
+    return Simulation(arm, num_accepted, jnp.cumsum(gap))  # sums of sums: adding one by one loses digits in float32

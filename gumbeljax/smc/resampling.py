@@ -99,7 +99,8 @@ def _ceil_quotient(m: int, total: Words) -> Words:
         rest = tuple(jnp.where(small, a, b) for a, b in zip(_subtract(rest, total), rest, strict=True))
         digits.append(digit + small)
     up, low = _add((digits[2] << 16) + digits[3], ((rest[0] | rest[1]) != 0).astype(jnp.uint32))
-    return (digits[0] << 16) + digits[1] + up, low
+    # Without the barrier XLA fuses these hundred operations into the loop over particles and repeats them for each.
+    return jax.lax.optimization_barrier(((digits[0] << 16) + digits[1] + up, low))
 
 
 # One group. Weights are float32 `[n]` with maximum 1.
@@ -143,6 +144,8 @@ def _last(x: Words) -> Words:
 
 def _fill(ends: Array, num_samples: int) -> Array:
     """Ancestors from ends: particle i has the outputs from ends[i - 1] up to ends[i]. Linear, and no two writes meet."""
+    if ends.shape[0] <= 64:  # comparisons beat a scatter
+        return jnp.sum(ends[:, None] <= jnp.arange(num_samples, dtype=jnp.int32), axis=0, dtype=jnp.int32)
     ids = jnp.arange(ends.shape[0], dtype=jnp.int32)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     place = jnp.where(ends > starts, starts, num_samples + ids)  # dropped
@@ -155,6 +158,7 @@ def _ordered(weights: Array, uniforms: Array, num_samples: int) -> Array:
     sums = _cumulative(*_integer_weights(weights))
     # M C / Q in 32.32 fixed point, never too low: multiples of 1 / M of the total keep their place, and the end is M.
     whole, fraction, _ = _product(sums, _ceil_quotient(num_samples, _last(sums)))
+    whole, fraction = jax.lax.optimization_barrier((whole, fraction))
     whole = whole.astype(jnp.int32)
     u = uniforms[0] if uniforms.shape[0] == 1 else uniforms[jnp.minimum(whole, num_samples - 1)]
     return _fill(jnp.minimum(whole + (fraction > u), num_samples), num_samples)
@@ -320,8 +324,9 @@ def multinomial(
 ) -> Array:
     r"""Multinomial resampling: M independent draws, each particle i with probability :math:`w_i`.
 
-    By inversion of a 64-bit uniform, so that rare particles keep their probability. Exact in distribution as `systematic` is, whose arguments and errors it shares. Not sorted: the first k outputs are k draws.
-    Memory O(n + M), never n x M; time O(n + M log n).
+    By inversion of a 64-bit uniform, so that rare particles keep their probability. Exact in distribution as
+    `systematic` is, whose arguments and errors it shares. Not sorted: the first k outputs are k draws. Memory O(n + M),
+    never n x M; time O(n + M log n).
 
     >>> import jax, jax.numpy as jnp
     >>> multinomial(jnp.log(jnp.array([0.0, 1.0, 0.0])), jax.random.key(0), num_samples=4)

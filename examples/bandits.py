@@ -99,7 +99,7 @@ def main() -> None:
     figure, axes = plt.subplots(1, 2, figsize=(12.5, 4), layout="constrained")
     for axis, problem in zip(axes, (stationary(), switching()), strict=True):
         draw(axis, problem)
-    figure.supxlabel(f"Mean of {SEEDS} seeds and the middle 80% of them; at the right, the mean after the last round.", fontsize=9)
+    figure.supxlabel(f"Mean of {SEEDS} seeds and the middle 80% of them; beside names, the final mean.", fontsize=9)
     path = ROOT / "docs" / "images" / "bandit_regret.png"
     figure.savefig(path, dpi=120)
     print(f"\nwrote {path.relative_to(ROOT)}")

@@ -168,12 +168,14 @@ def _independent(sums: Words, uniforms: Words) -> Array:
     """One draw for every 64-bit uniform: the first particle whose cumulative sum exceeds u * total."""
     high, low, _ = _product(uniforms, _last(sums))  # below the total
     n = sums[0].shape[0]
-    table = jnp.stack(sums, axis=-1)
+    if n <= 64:  # comparisons beat a search
+        high, low = jax.lax.optimization_barrier((high, low))
+        return jnp.sum(_at_most((sums[0][:, None], sums[1][:, None]), (high, low)), axis=0, dtype=jnp.int32)
 
     def halve(i, found):  # `found` sums are at most the target
         ahead = found + jnp.right_shift(jnp.int32(1 << n.bit_length()), i + 1)
-        entry = table.at[jnp.minimum(ahead, n) - 1].get(mode="promise_in_bounds")
-        passed = (ahead <= n) & _at_most((entry[..., 0], entry[..., 1]), (high, low))
+        entry = tuple(x.at[jnp.minimum(ahead, n) - 1].get(mode="promise_in_bounds") for x in sums)
+        passed = (ahead <= n) & _at_most(entry, (high, low))
         return jnp.where(passed, ahead, found)
 
     # A loop: unrolled, XLA's CPU compiler takes minutes.

@@ -310,11 +310,12 @@ def residual(
 
     The rest are independent draws with probabilities in proportion to :math:`M w_i - \lfloor M w_i \rfloor`. Exact in
     distribution as `systematic` is, whose arguments and errors it shares; variance never above that of `multinomial`.
+    Where float32 rounding puts M w a hair below a whole number, the last copy is drawn, with probability near 1.
     Copies come first, sorted, then the draws, in no order. Memory O(n + M), time O(n + M log n).
 
     >>> import jax, jax.numpy as jnp
-    >>> residual(jnp.log(jnp.array([0.1, 0.5, 0.4])), jax.random.key(0), num_samples=10)
-    Array([0, 1, 1, 1, 1, 1, 2, 2, 2, 2], dtype=int32)
+    >>> residual(jnp.array([0.0, 0.0, -jnp.inf, 0.0]), jax.random.key(0), num_samples=6)
+    Array([0, 0, 1, 1, 3, 3], dtype=int32)
 
     Source: J. S. Liu, R. Chen, "Sequential Monte Carlo methods for dynamic systems", JASA 1998.
     """

@@ -310,7 +310,7 @@ def residual(
 
     The rest are independent draws with probabilities in proportion to :math:`M w_i - \lfloor M w_i \rfloor`. Exact in
     distribution as `systematic` is, whose arguments and errors it shares; variance never above that of `multinomial`.
-    Where float32 rounding puts M w a hair below a whole number, the last copy is drawn, with probability near 1.
+    Where float32 rounding puts M w a hair below a whole number, its last copy is drawn with the rest, not given.
     Copies come first, sorted, then the draws, in no order. Memory O(n + M), time O(n + M log n).
 
     >>> import jax, jax.numpy as jnp

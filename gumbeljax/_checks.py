@@ -120,7 +120,7 @@ def temperature(x, batch_shape: tuple[int, ...]) -> Array:
         values = given.astype(np.float32)
     if np.any(bad := ~((values >= 0) & np.isfinite(values))):
         raise ValueError(f"temperature must be finite and at least 0 (0 is greedy); got {given[bad][0]:g}: "
-                         "pass a float32 number, or 0.")
+                         "pass a float32 number that is not negative.")
     return out
 
 

@@ -174,8 +174,9 @@ def _independent(sums: Words, uniforms: Words) -> Array:
 
     def halve(i, found):  # `found` sums are at most the target
         ahead = found + jnp.right_shift(jnp.int32(1 << n.bit_length()), i + 1)
-        entry = tuple(x.at[jnp.minimum(ahead, n) - 1].get(mode="promise_in_bounds") for x in sums)
-        passed = (ahead <= n) & _at_most(entry, (high, low))
+        at = jnp.minimum(ahead, n) - 1
+        entry_high, entry_low = (x.at[at].get(mode="promise_in_bounds") for x in sums)
+        passed = (ahead <= n) & _at_most((entry_high, entry_low), (high, low))
         return jnp.where(passed, ahead, found)
 
     # A loop: unrolled, XLA's CPU compiler takes minutes.

@@ -279,3 +279,17 @@ def test_containers_and_layouts_are_one_array():
         got = gumbeljax.sample(h.reshape(*shape, 16), w, keys.reshape(shape))
         np.testing.assert_array_equal(got, want.reshape(shape))
     np.testing.assert_array_equal([int(gumbeljax.sample(h[i], w, keys[i])) for i in range(6)], want)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_vmap_of_a_bfloat16_table_in_the_other_layout(transposed):
+    """The kernel of a Dense layer, [d_model, vocab]: XLA's CPU code has no such bfloat16 product when it is mapped."""
+    h, w = heads.exact_head(1000, 64, 4, jnp.bfloat16, vocab_axis=1)
+    keys = heads.keys_of(0, 4)[0]
+
+    def draw(w, h, key):
+        return gumbeljax.sample(h, w.T, key) if transposed else gumbeljax.sample(h, w, key, vocab_axis=1)
+
+    mapped = jax.jit(jax.vmap(draw, (None, 0, 0)))(w, h, keys)
+    np.testing.assert_array_equal(mapped, gumbeljax.sample(h, w, keys, vocab_axis=1))
+    assert np.isfinite(jax.vmap(lambda h: gumbeljax.log_prob(h, w, jnp.int32(3), vocab_axis=1))(h)).all()

@@ -49,7 +49,7 @@ endef
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
 
-demo: $(VENV)/.demo  ## answer a prompt with SmolLM2-135M, every token drawn by gumbeljax, and check the tokens
+demo: $(VENV)/.demo  ## answer a prompt with SmolLM2-135M, every token drawn by gumbeljax, and check the tokens (ARGS='"your prompt"' for another)
 	@$(PY) examples/demo.py $(ARGS)
 
 test: $(VENV)/.test  ## run the tests (they skip what needs a GPU where none is visible)

@@ -26,6 +26,7 @@ class Head(NamedTuple):
 
 
 def shape_of(x) -> list[int]:
+    """The shape as the messages print it."""
     return list(np.shape(x))
 
 

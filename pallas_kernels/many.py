@@ -18,6 +18,7 @@ CHUNK = 2**22  # noise values, or coordinates of `w`, alive at a time
 
 
 def first_ids_of(top):
+    """First token id of every group, of the shape of `top` `[groups, rows]`."""
     return noise.GROUP * lax.broadcasted_iota(jnp.int32, top.shape, 0)
 
 

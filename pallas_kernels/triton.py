@@ -62,6 +62,7 @@ def kernel(
     wanted, with_model, scale, soft_cap, has_bias, has_mask, sample, plt, vocab, num_rows, d_model, vocab_axis,
     precision, tiles,
 ):
+    """What one program does: the logits of its tile, and what they say in the `wanted` form."""
     refs = list(refs)
     key_refs = [refs.pop(0), refs.pop(0)] if wanted == "race" else []
     bias_ref = refs.pop(0) if has_bias else None

@@ -24,6 +24,7 @@ def kernel(
     *refs,  # bias and mask (if any); per tile: high, low, winner, top, total [tiles, rows] (model top, total); outputs
     with_model, scale, soft_cap, has_bias, has_mask, sample, plt, vocab, d_model, vocab_axis, num_tiles, chunk,
 ):
+    """What one program does: the draw of its row."""
     refs = list(refs)
     bias_ref = refs.pop(0) if has_bias else None
     mask_ref = refs.pop(0) if has_mask else None

@@ -1,0 +1,74 @@
+"""The Mosaic GPU kernels under JAX's interpreter. Run by tests/test_kernels.py, in a process of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gumbeljax import _compat
+from pallas_kernels import finish, mosaic, race
+from pallas_kernels.logits import Elementwise, canonical_temperature
+from pallas_kernels.tiles import MosaicTiles
+from tests import heads, oracles
+
+mgpu = _compat.pallas_mosaic()
+
+
+def mosaic_stage1(h, w, words, t, options, *, vocab, vocab_axis=0, tiles=None, wanted="race"):
+    """The Mosaic GPU kernel under its interpreter, on one multiprocessor, merged."""
+    with mgpu.force_gpu_interpret_mode(mgpu.InterpretGPUParams()):
+        out = mosaic.launch(h, w, words, t, options, mgpu=mgpu, wanted=wanted, vocab=vocab, vocab_axis=vocab_axis,
+                            with_model=wanted == "race", tiles=tiles, num_sms=1)
+    out = [x[:, :h.shape[0]] for x in out]
+    if wanted == "mass":
+        return race.merge_masses(race.Mass(out[0], out[2], out[1]), t)
+    high, low, top, total, model, winner = out
+    model = race.merge_masses(race.Mass(top, winner, model), jnp.ones(1))
+    return race.merge(race.Race(high, low, winner, top, total), t), model
+
+
+@pytest.mark.parametrize("vocab_axis, rows, tiles", [
+    (0, 5, None), (1, 100, None), (0, 70, MosaicTiles(True, 128, 64, 2)), (1, 64, MosaicTiles(False, 64, 64, 2))])
+def test_interpreted_mosaic_kernel_equals_the_oracle(vocab_axis, rows, tiles):
+    vocab, width = 509, 576
+    h, w = heads.exact_head(width, 128, rows, jnp.bfloat16, vocab_axis)
+    _, words = heads.keys_of(9, rows)
+    arrays = tuple(jnp.asarray(words.T))
+    t = np.random.default_rng(0).choice([0.0, 1e-6, 0.5, 1.0, 2.0], rows)
+    options = Elementwise(0.5, 6.0)
+    won, mass = mosaic_stage1(h, w, arrays, canonical_temperature(t), options, vocab=vocab, vocab_axis=vocab_axis, tiles=tiles)
+    out = finish.finish(h, w, arrays, canonical_temperature(t), options, won, mass, vocab=vocab, vocab_axis=vocab_axis)
+    laws = oracles.processed_logits(heads.exact_logits(h, w, vocab_axis), scale=0.5, soft_cap=6.0, valid_vocab=vocab)
+    heads.assert_pathwise(out.token, laws.processed, words, t)
+    i = np.arange(rows)
+    tempered = oracles.log_softmax(laws.processed, t)[i, out.token]
+    np.testing.assert_allclose(out.tempered_log_prob, tempered, rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(out.model_log_prob, oracles.log_softmax(laws.model)[i, out.token], atol=2e-5)
+    mass = mosaic_stage1(h, w, arrays, canonical_temperature(t), options, vocab=vocab, vocab_axis=vocab_axis, wanted="mass")
+    np.testing.assert_array_equal(mass.argmax, laws.processed.argmax(-1))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter multiplies in NumPy
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_mosaic_marks_bad_rows(bad):
+    h, w = heads.exact_head(512, 64, 3, jnp.bfloat16)
+    words = tuple(jnp.asarray(heads.keys_of(0, 3)[1].T))
+    t = jnp.array([0.0, 1.0, 0.3])
+    won, mass = mosaic_stage1(h.at[1, 0].set(bad), w, words, t, Elementwise(), vocab=512)
+    out = finish.finish(h.at[1, 0].set(bad), w, words, t, Elementwise(), won, mass, vocab=512)
+    assert (np.asarray(out.token) == -1).tolist() == [False, True, False] and np.isnan(out.tempered_log_prob[1])
+
+
+def test_vmap_of_mosaic():
+    h, w = heads.exact_head(512, 64, 10, jnp.bfloat16)
+    h, t = h.reshape(2, 5, 64), jnp.ones(5)
+    words = jax.random.key_data(jax.random.split(jax.random.key(0), (2, 5)))
+
+    def race_of(h, k):
+        return mosaic.launch(h, w, (k[:, 0], k[:, 1]), t, Elementwise(), mgpu=mgpu, wanted="race", vocab=512, vocab_axis=0,
+                             with_model=False, tiles=None, num_sms=1)
+
+    with mgpu.force_gpu_interpret_mode(mgpu.InterpretGPUParams()):
+        mapped, single = jax.vmap(race_of)(h, words), [race_of(h[i], words[i]) for i in range(2)]
+    for leaf, *alone in zip(mapped, *single, strict=True):
+        np.testing.assert_array_equal(leaf[:, :, :5], jnp.stack(alone)[:, :, :5])

@@ -4,7 +4,9 @@ from gumbeljax import _compat
 
 _compat.check_jax_version()
 
-from gumbeljax._implementation import choose_implementation  # noqa: E402
+from gumbeljax._call import choose_implementation  # noqa: E402
+from gumbeljax.laws import TopLogProbs, kept_tokens, processed_log_probs, top_log_probs  # noqa: E402
+from gumbeljax.processing import Processors, TokenCounts, count_tokens, options_from_config  # noqa: E402
 from gumbeljax.relaxation import gumbel_softmax  # noqa: E402
 from gumbeljax.sampling import Draw, greedy, sample, sample_logits, sample_with_log_probs  # noqa: E402
 from gumbeljax.scoring import log_prob  # noqa: E402
@@ -13,11 +15,19 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Draw",
+    "Processors",
+    "TokenCounts",
+    "TopLogProbs",
     "choose_implementation",
+    "count_tokens",
     "greedy",
     "gumbel_softmax",
+    "kept_tokens",
     "log_prob",
+    "options_from_config",
+    "processed_log_probs",
     "sample",
     "sample_logits",
     "sample_with_log_probs",
+    "top_log_probs",
 ]

@@ -1,12 +1,14 @@
 """From a user's arguments to checked operands and one static description of the call, shared by every entry point."""
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gumbeljax import _checks, _implementation
-from gumbeljax._typing import Array
+from gumbeljax import _checks, _implementation, processing
+from gumbeljax._typing import Array, ArrayLike
+from pallas_kernels.kept import Filters
 from pallas_kernels.logits import Elementwise, canonical_temperature
 
 
@@ -41,31 +43,51 @@ class Operands(NamedTuple):
     h: Array  # [rows, d_model], or logits [rows, vocab] when w is None
     w: Array | None
     t: Array  # f32 [rows]
-    bias: Array | None
+    bias: Array | None  # this and the next three: [vocab] or [rows, vocab]
     mask: Array | None
+    factor: Array | None
+    offset: Array | None
+    filters: Filters | None
+
+    def dense(self):
+        return self.bias, self.mask, self.factor, self.offset
 
     def options(self, config: Config) -> Elementwise:
-        return Elementwise(config.scale, config.soft_cap, self.bias, self.mask)
+        return Elementwise(config.scale, config.soft_cap, *self.dense())
 
 
-def prepare(h, w, *, temperature=1.0, valid_vocab=None, logit_bias=None, mask=None, vocab_axis=0, scale=None,
-            soft_cap=None, precision=None, implementation=None, groups=False) -> tuple[Operands, Config, tuple[int, ...]]:
+def _operands(h, w, batch_shape, width, vocab, *, temperature, top_k, top_p, min_p, logit_bias, mask, processors) -> Operands:
+    """What both kinds of call check in the same way. A traced number that breaks its rule makes the row's temperature NaN, so
+    that the row has no law on any route."""
+    bias = _checks.per_token(logit_bias, "logit_bias", batch_shape, width, vocab, jnp.float32)
+    mask = _checks.per_token(mask, "mask", batch_shape, width, vocab, jnp.bool_)
+    dense = processing.dense(processors, bias, mask, batch_shape, width, vocab)
+    filters, is_good = processing.filters(top_k, top_p, min_p, batch_shape)
+    t = canonical_temperature(_checks.temperature(temperature, batch_shape))
+    if (is_good := is_good & dense.is_good) is not True:
+        t = jnp.where(is_good, t, jnp.nan)
+    return Operands(h, w, t, dense.bias, dense.mask, dense.factor, dense.offset, filters)
+
+
+def prepare(h, w, *, temperature=1.0, top_k=None, top_p=None, min_p=None, valid_vocab=None, logit_bias=None, mask=None,
+            processors=None, vocab_axis=0, scale=None, soft_cap=None, precision=None, implementation=None,
+            groups=False) -> tuple[Operands, Config, tuple[int, ...]]:
     """Checks the arguments common to all entry points; the last result is the batch shape. `groups`: the call will need
     the masses of all groups."""
     head, device = _checks.head(h, w, vocab_axis, valid_vocab), _implementation.device_facts(h)
+    operands = _operands(head.h, head.w, head.batch_shape, head.w.shape[head.vocab_axis], head.vocab, temperature=temperature,
+                         top_k=top_k, top_p=top_p, min_p=min_p, logit_bias=logit_bias, mask=mask, processors=processors)
     name = _implementation.choose(head.h, head.w, implementation, device, vocab_axis=head.vocab_axis,
-                                  options=Elementwise(bias=logit_bias, mask=mask), groups=groups)
+                                  options=Elementwise(None, None, *operands.dense()), groups=groups,
+                                  filters=operands.filters is not None)
     config = Config(
         name, device, head.vocab, head.vocab_axis, _checks.constant(scale, "scale"),
         _checks.constant(soft_cap, "soft_cap", positive=True), _implementation.precision_of(precision, head.h.dtype))
-    t = canonical_temperature(_checks.temperature(temperature, head.batch_shape))
-    width = head.w.shape[head.vocab_axis]
-    bias = _checks.per_token(logit_bias, "logit_bias", head.batch_shape, width, head.vocab, jnp.float32)
-    mask = _checks.per_token(mask, "mask", head.batch_shape, width, head.vocab, jnp.bool_)
-    return Operands(head.h, head.w, t, bias, mask), config, head.batch_shape
+    return operands, config, head.batch_shape
 
 
-def prepare_logits(logits, *, temperature=1.0, valid_vocab=None, logit_bias=None, mask=None):
+def prepare_logits(logits, *, temperature=1.0, top_k=None, top_p=None, min_p=None, valid_vocab=None, logit_bias=None, mask=None,
+                   processors=None):
     """As `prepare` for logits that exist already."""
     logits = _checks.float_array(logits, "logits")
     if logits.ndim == 0 or logits.shape[-1] == 0:
@@ -73,7 +95,29 @@ def prepare_logits(logits, *, temperature=1.0, valid_vocab=None, logit_bias=None
     batch_shape, width = logits.shape[:-1], logits.shape[-1]
     vocab = _checks.vocabulary(valid_vocab, width)
     config = Config("xla", _implementation.device_facts(logits), vocab, 0, None, None, None)
-    t = canonical_temperature(_checks.temperature(temperature, batch_shape))
-    bias = _checks.per_token(logit_bias, "logit_bias", batch_shape, width, vocab, jnp.float32)
-    mask = _checks.per_token(mask, "mask", batch_shape, width, vocab, jnp.bool_)
-    return Operands(logits.reshape(t.shape[0], width), None, t, bias, mask), config, batch_shape
+    rows = math.prod(batch_shape)
+    operands = _operands(logits.reshape(rows, width), None, batch_shape, width, vocab, temperature=temperature, top_k=top_k,
+                         top_p=top_p, min_p=min_p, logit_bias=logit_bias, mask=mask, processors=processors)
+    return operands, config, batch_shape
+
+
+def choose_implementation(h: ArrayLike, w: ArrayLike, implementation: str | None = None, *, num_samples: int | None = None,
+                          **options) -> str:
+    """The implementation that `sample(h, w, key, ...)` runs with these arguments: "xla", "triton" or "mosaic".
+
+    None chooses: on an NVIDIA GPU "xla" with filters (`top_k`, `top_p`, `min_p`), else "mosaic" where it can run and has enough
+    rows to win (Hopper, 16-bit floats, no `logit_bias`, `mask` or `processors`), else "triton"; "xla" everywhere else. A
+    named one is returned if it can run here.
+
+    Args:
+      h, w, implementation, num_samples, options: as `sample`.
+
+    Raises:
+      ValueError, TypeError: an argument breaks its rule.
+      NotImplementedError: the named implementation cannot run this call.
+
+    >>> import jax.numpy as jnp, gumbeljax
+    >>> gumbeljax.choose_implementation(jnp.ones(16), jnp.ones((32, 16)), "xla")
+    'xla'
+    """
+    return prepare(h, w, implementation=implementation, groups=num_samples is not None, **options)[1].implementation

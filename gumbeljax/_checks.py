@@ -100,8 +100,8 @@ def vocabulary(valid_vocab: int | None, vocab: int) -> int:
     return int(valid_vocab)
 
 
-def per_row(x, name: str, batch_shape: tuple[int, ...]) -> Array:
-    """A scalar, or one number per row, as float32 `[rows]`."""
+def per_row(x, name: str, batch_shape: tuple[int, ...], dtype=jnp.float32) -> Array:
+    """A scalar, or one number per row, as float32 (or int32, where wider integers are clipped) `[rows]`."""
     if isinstance(x, str) or x is None:
         raise TypeError(f"{name} must be a number or an array of shape {list(batch_shape)}; got {x!r}: pass a number.")
     x = as_array(x, name)
@@ -110,7 +110,9 @@ def per_row(x, name: str, batch_shape: tuple[int, ...]) -> Array:
     if x.shape not in ((), batch_shape):
         raise ValueError(f"{name} must be a scalar or have the batch's shape {list(batch_shape)}; got {list(x.shape)}: "
                          "give every row its own.")
-    return jnp.broadcast_to(x.astype(jnp.float32), batch_shape).reshape(-1)
+    if dtype == jnp.int32 and x.dtype != jnp.int32:
+        x = jnp.clip(x, 0 if x.dtype.kind == "u" else -1, 2**31 - 1) if x.dtype.itemsize >= 4 else x
+    return jnp.broadcast_to(x.astype(dtype), batch_shape).reshape(-1)
 
 
 def temperature(x, batch_shape: tuple[int, ...]) -> Array:
@@ -132,8 +134,11 @@ def per_token(x, name: str, batch_shape: tuple[int, ...], width: int, vocab: int
     if isinstance(x, Mapping) and dtype == jnp.float32:
         x = dense_bias(x, name, width, vocab)
     x = as_array(x, name)
+    if dtype == jnp.bool_ and x.dtype in (jnp.uint32, jnp.int32):
+        return unpacked_bits(x, name, batch_shape, width)[..., :vocab]
     if dtype == jnp.bool_ and x.dtype != jnp.bool_:
-        raise TypeError(f"{name} must be boolean, True for allowed tokens; got dtype {x.dtype}: write {name} != 0.")
+        raise TypeError(f"{name} must be boolean, True for allowed tokens, or packed bits in uint32; got dtype {x.dtype}: "
+                        f"write {name} != 0.")
     if dtype == jnp.float32:
         x = float_array(x, name).astype(jnp.float32)
     if x.ndim == 0 or x.shape[-1] != width:
@@ -143,6 +148,17 @@ def per_token(x, name: str, batch_shape: tuple[int, ...], width: int, vocab: int
         raise ValueError(f"{name} must be {[width]} or {[*batch_shape, width]}; got {list(x.shape)}: "
                          "give every row its own, or all the same.")
     return x.reshape(-1, width)[:, :vocab] if x.ndim > 1 else x[:vocab]
+
+
+def unpacked_bits(x, name: str, batch_shape: tuple[int, ...], width: int) -> Array:
+    """A mask packed 32 tokens to a word, token i in bit i % 32 of word i // 32, as bool `[width]` or `[rows, width]`."""
+    words = -(-width // 32)
+    if x.shape not in ((words,), (*batch_shape, words)):
+        raise ValueError(f"{name} of packed bits must be {[words]} or {[*batch_shape, words]}, one bit for each of the {width} "
+                         f"tokens of w; got {list(x.shape)}: pad it to {words} words.")
+    bits = (x[..., None] >> jnp.arange(32, dtype=x.dtype)) & 1
+    bits = (bits != 0).reshape(*x.shape[:-1], 32 * words)[..., :width]
+    return bits if x.ndim == 1 else bits.reshape(-1, width)
 
 
 def dense_bias(x: Mapping, name: str, width: int, vocab: int) -> Array:

@@ -61,13 +61,16 @@ def _unavailable(name: str, device: DeviceFacts) -> str | None:
     return None
 
 
-def choose(h, w, implementation: str | None, device: DeviceFacts, *, vocab_axis=0, options=Elementwise(), groups=False) -> str:
-    """The implementation of a checked call; `groups`: it needs the masses of all groups."""
+def choose(h, w, implementation: str | None, device: DeviceFacts, *, vocab_axis=0, options=Elementwise(), groups=False,
+           filters=False) -> str:
+    """The implementation of a checked call; `groups`: it needs the masses of all groups; `filters`: it keeps a part of them."""
     _checks.choice(implementation, "implementation", (None, *NAMES))
 
     def cannot(name):
         if reason := _unavailable(name, device):
             return reason
+        if filters and name != "xla":
+            return "top_k, top_p and min_p are run by XLA"
         if name == "mosaic" and groups:
             return "it draws one token per row"
         return mosaic.why_not(h, w, options, vocab_axis) if name == "mosaic" else None
@@ -77,7 +80,7 @@ def choose(h, w, implementation: str | None, device: DeviceFacts, *, vocab_axis=
             raise NotImplementedError(f"implementation={implementation!r} cannot run this call: {reason}; "
                                       "leave implementation out, or name another.")
         return implementation
-    if device.platform != "gpu" or device.compute_capability == (0, 0):
+    if filters or device.platform != "gpu" or device.compute_capability == (0, 0):
         return "xla"
     if h.shape[0] >= MOSAIC_FROM_ROWS and cannot("mosaic") is None:
         return "mosaic"
@@ -85,25 +88,6 @@ def choose(h, w, implementation: str | None, device: DeviceFacts, *, vocab_axis=
         warnings.warn(f"{reason}; gumbeljax runs implementation='xla' instead.", stacklevel=2)
         return "xla"
     return "triton"
-
-
-def choose_implementation(h, w, implementation: str | None = None, *, vocab_axis: int = 0, logit_bias=None, mask=None) -> str:
-    """The implementation that `sample(h, w, key, ...)` runs with these arguments: "xla", "triton" or "mosaic".
-
-    None chooses: on an NVIDIA GPU "mosaic" where it can run and has enough rows to win (Hopper, 16-bit floats, no
-    `logit_bias` or `mask`), else "triton"; "xla" everywhere else. A named one is returned if it can run here.
-
-    Raises:
-      ValueError: the name is unknown.
-      NotImplementedError: the named implementation cannot run this call.
-
-    >>> import jax.numpy as jnp, gumbeljax
-    >>> gumbeljax.choose_implementation(jnp.ones(16), jnp.ones((32, 16)), "xla")
-    'xla'
-    """
-    head = _checks.head(h, w, vocab_axis, None)
-    options = Elementwise(bias=logit_bias, mask=mask)
-    return choose(head.h, head.w, implementation, device_facts(h), vocab_axis=head.vocab_axis, options=options)
 
 
 class Stages(NamedTuple):

@@ -13,6 +13,7 @@ from jax import lax
 from gumbeljax._call import Config, Operands
 from pallas_kernels import race
 from pallas_kernels.finish import Draw, has_law, log_normalizer_of
+from pallas_kernels.kept import kept_set
 from pallas_kernels.logits import inverse_temperature, model_logits, processed_logits
 
 
@@ -26,7 +27,7 @@ def all_logits(operands: Operands, config: Config):
         contract = ((1,), (1 - config.vocab_axis,))
         raw = lax.dot_general(h, w, (contract, ((), ())), precision=config.precision, preferred_element_type=jnp.float32)
     model = model_logits(raw, config.scale, config.soft_cap)
-    return model, processed_logits(model, operands.bias, operands.mask)
+    return model, processed_logits(model, operands.options(config))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "batch_shape", "num_samples", "replace", "mode"))
@@ -37,6 +38,9 @@ def draw(operands: Operands, config: Config, key, batch_shape, *, num_samples, r
     """
     model, x = all_logits(operands, config)
     t, rows = operands.t, x.shape[0]
+    allowed = x
+    if operands.filters is not None:
+        x = jnp.where(kept_set(x.T, t, operands.filters).T, x, -jnp.inf)
     tempered = x / jnp.where(t == 0.0, 1.0, t)[:, None]
     prefix = () if num_samples is None else (num_samples,)
     if key.shape == batch_shape and batch_shape != ():
@@ -56,8 +60,11 @@ def draw(operands: Operands, config: Config, key, batch_shape, *, num_samples, r
 
     ok = has_law(mass.top, mass.total) & (picked(x) > -jnp.inf)
     model_log_prob = picked(jax.nn.log_softmax(model))
-    tempered_log_prob = (picked(x) - mass.top) * inverse_temperature(t) - jnp.log(mass.total)
-    tempered_log_prob = jnp.where(t == 0.0, jnp.where(token == mass.argmax, 0.0, -jnp.inf), tempered_log_prob)
-    normalizer = jnp.broadcast_to(log_normalizer_of(mass.top, mass.total, t), token.shape)
+    processed_log_prob = (picked(x) - mass.top) * inverse_temperature(t) - jnp.log(mass.total)
+    processed_log_prob = jnp.where(t == 0.0, jnp.where(token == mass.argmax, 0.0, -jnp.inf), processed_log_prob)
+    everything = mass if operands.filters is None else race.mass_over(allowed.T, t, jnp.int32(0))
+    log_kept_mass = jnp.where(t == 0.0, 0.0, jnp.log(mass.total) - jnp.log(everything.total))
+    normalizer = jnp.broadcast_to(log_normalizer_of(everything.top, everything.total, t), token.shape)
     nan_unless = lambda value: jnp.where(ok, value, jnp.nan)  # noqa: E731
-    return Draw(jnp.where(ok, token, -1), nan_unless(model_log_prob), nan_unless(tempered_log_prob), nan_unless(normalizer))
+    return Draw(jnp.where(ok, token, -1), nan_unless(model_log_prob), nan_unless(processed_log_prob + log_kept_mass),
+                nan_unless(processed_log_prob), nan_unless(normalizer))

@@ -29,8 +29,10 @@ from gumbeljax import _checks, categorical
 from gumbeljax._call import Config, Operands, plain_broadcasting, prepare, prepare_logits
 from gumbeljax._keys import row_keys, typed_key, wrong_shape
 from gumbeljax._typing import Array, ArrayLike, Key, Method, Mode
-from pallas_kernels import many
+from gumbeljax.processing import Processors
+from pallas_kernels import filtered, many
 from pallas_kernels.finish import Draw, has_law
+from pallas_kernels.logits import Elementwise
 
 MAX_SAMPLES = 2**23  # the noise streams of one purpose
 
@@ -40,11 +42,14 @@ def _draw(operands: Operands, keys, *, config: Config, num_samples, replace, log
     """Leaves `[rows]`, or `[num_samples, rows]`."""
     h, w, t, options = operands.h, operands.w, operands.t, operands.options(config)
     stages, shape = config.stages(), config.shape_arguments()
+    if operands.filters is not None:
+        return filtered.draw(h, w, keys, t, options, operands.filters, num_samples=num_samples, replace=replace,
+                             with_log_probs=log_probs, **shape)
     if num_samples is None:
         return stages.draw(h, w, keys, t, options, with_model=log_probs, **shape)
     model_mass = None
     if log_probs:
-        model_mass = stages.mass(h, w, jnp.ones_like(t), options._replace(bias=None, mask=None), **shape)
+        model_mass = stages.mass(h, w, jnp.ones_like(t), Elementwise(options.scale, options.soft_cap), **shape)
     top, total = stages.groups(h, w, t, options, **shape)
     draw = many.with_replacement if replace else many.without_replacement
     return draw(h, w, keys, t, options, top, total, model_mass, num_samples=num_samples, vocab=config.vocab,
@@ -70,7 +75,7 @@ def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mo
     if rows == 0:
         row_keys(key, batch_shape)  # for its checks
         nothing = jnp.zeros(out_shape, jnp.float32)
-        return Draw(nothing.astype(jnp.int32), nothing, nothing, nothing)
+        return Draw(nothing.astype(jnp.int32), nothing, nothing, nothing, nothing)
     if method == "categorical":
         if config.implementation != "xla":
             raise NotImplementedError("method='categorical' is run by XLA alone; got implementation="
@@ -93,10 +98,11 @@ def _prepare_draw(h, w, method, implementation, num_samples, **options):
     return prepare(h, w, implementation=name, groups=num_samples is not None, **options)
 
 
-def sample(h: ArrayLike, w: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, num_samples: int | None = None,
+def sample(h: ArrayLike, w: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, top_k: ArrayLike | None = None,
+           top_p: ArrayLike | None = None, min_p: ArrayLike | None = None, num_samples: int | None = None,
            replace: bool = True, valid_vocab: int | None = None, logit_bias: ArrayLike | None = None,
-           mask: ArrayLike | None = None, vocab_axis: int = 0, scale: float | None = None,
-           soft_cap: float | None = None, method: Method = "grouped", mode: Mode | None = None,
+           mask: ArrayLike | None = None, processors: Processors | None = None, vocab_axis: int = 0,
+           scale: float | None = None, soft_cap: float | None = None, method: Method = "grouped", mode: Mode | None = None,
            precision: str | jax.lax.Precision | None = None, implementation: str | None = None) -> Array:
     """Tokens from `softmax((h @ w.T + logit_bias) / temperature)`; the logits are never written to memory.
 
@@ -137,16 +143,18 @@ def sample(h: ArrayLike, w: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0
     "FlashSampling", arXiv 2603.15854.
     """
     operands, config, batch_shape = _prepare_draw(
-        h, w, method, implementation, num_samples, temperature=temperature, valid_vocab=valid_vocab, logit_bias=logit_bias,
-        mask=mask, vocab_axis=vocab_axis, scale=scale, soft_cap=soft_cap, precision=precision)
+        h, w, method, implementation, num_samples, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        valid_vocab=valid_vocab, logit_bias=logit_bias, mask=mask, processors=processors, vocab_axis=vocab_axis, scale=scale,
+        soft_cap=soft_cap, precision=precision)
     return _run(operands, config, batch_shape, key, num_samples=num_samples, replace=replace, method=method, mode=mode,
                 log_probs=False).token
 
 
 def sample_with_log_probs(
-        h: ArrayLike, w: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, num_samples: int | None = None,
-        replace: bool = True, valid_vocab: int | None = None, logit_bias: ArrayLike | None = None,
-        mask: ArrayLike | None = None, vocab_axis: int = 0, scale: float | None = None, soft_cap: float | None = None,
+        h: ArrayLike, w: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, top_k: ArrayLike | None = None,
+        top_p: ArrayLike | None = None, min_p: ArrayLike | None = None, num_samples: int | None = None, replace: bool = True,
+        valid_vocab: int | None = None, logit_bias: ArrayLike | None = None, mask: ArrayLike | None = None,
+        processors: Processors | None = None, vocab_axis: int = 0, scale: float | None = None, soft_cap: float | None = None,
         method: Method = "grouped", mode: Mode | None = None, precision: str | jax.lax.Precision | None = None,
         implementation: str | None = None) -> Draw:
     """The tokens of `sample` with their log-probabilities, from the same pass over `w`.
@@ -168,15 +176,18 @@ def sample_with_log_probs(
     -2.0794 = -log 8
     """
     operands, config, batch_shape = _prepare_draw(
-        h, w, method, implementation, num_samples, temperature=temperature, valid_vocab=valid_vocab, logit_bias=logit_bias,
-        mask=mask, vocab_axis=vocab_axis, scale=scale, soft_cap=soft_cap, precision=precision)
+        h, w, method, implementation, num_samples, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        valid_vocab=valid_vocab, logit_bias=logit_bias, mask=mask, processors=processors, vocab_axis=vocab_axis, scale=scale,
+        soft_cap=soft_cap, precision=precision)
     return _run(operands, config, batch_shape, key, num_samples=num_samples, replace=replace, method=method, mode=mode,
                 log_probs=True)
 
 
-def sample_logits(logits: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, num_samples: int | None = None,
+def sample_logits(logits: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, top_k: ArrayLike | None = None,
+                  top_p: ArrayLike | None = None, min_p: ArrayLike | None = None, num_samples: int | None = None,
                   replace: bool = True, valid_vocab: int | None = None, logit_bias: ArrayLike | None = None,
-                  mask: ArrayLike | None = None, method: Method = "grouped", mode: Mode | None = None) -> Array:
+                  mask: ArrayLike | None = None, processors: Processors | None = None, method: Method = "grouped",
+                  mode: Mode | None = None) -> Array:
     """As `sample`, for logits `[*batch, vocab]` that exist already: same law, same noise, same token.
 
     Pathwise exact. Noise and sums are float32 whatever the dtype of the logits.
@@ -185,8 +196,9 @@ def sample_logits(logits: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, 
     >>> gumbeljax.sample_logits(jnp.array([[0.0, 50.0], [50.0, 0.0]]), jax.random.key(0)).tolist()
     [1, 0]
     """
-    operands, config, batch_shape = prepare_logits(logits, temperature=temperature, valid_vocab=valid_vocab,
-                                                   logit_bias=logit_bias, mask=mask)
+    operands, config, batch_shape = prepare_logits(
+        logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, valid_vocab=valid_vocab, logit_bias=logit_bias,
+        mask=mask, processors=processors)
     return _run(operands, config, batch_shape, key, num_samples=num_samples, replace=replace, method=method, mode=mode,
                 log_probs=False).token
 
@@ -199,8 +211,9 @@ def _greedy(operands: Operands, *, config: Config) -> Array:
 
 
 def greedy(h: ArrayLike, w: ArrayLike, *, valid_vocab: int | None = None, logit_bias: ArrayLike | None = None,
-           mask: ArrayLike | None = None, vocab_axis: int = 0, scale: float | None = None, soft_cap: float | None = None,
-           precision: str | jax.lax.Precision | None = None, implementation: str | None = None) -> Array:
+           mask: ArrayLike | None = None, processors: Processors | None = None, vocab_axis: int = 0,
+           scale: float | None = None, soft_cap: float | None = None, precision: str | jax.lax.Precision | None = None,
+           implementation: str | None = None) -> Array:
     """The most probable token of every row, `argmax(h @ w.T + logit_bias)`; equal logits go to the lowest id.
 
     Pathwise exact; `sample` at temperature 0.
@@ -215,8 +228,8 @@ def greedy(h: ArrayLike, w: ArrayLike, *, valid_vocab: int | None = None, logit_
     1
     """
     operands, config, batch_shape = prepare(
-        h, w, valid_vocab=valid_vocab, logit_bias=logit_bias, mask=mask, vocab_axis=vocab_axis, scale=scale,
-        soft_cap=soft_cap, precision=precision, implementation=implementation)
+        h, w, valid_vocab=valid_vocab, logit_bias=logit_bias, mask=mask, processors=processors, vocab_axis=vocab_axis,
+        scale=scale, soft_cap=soft_cap, precision=precision, implementation=implementation)
     if operands.h.shape[0] == 0:
         return jnp.zeros(batch_shape, jnp.int32)
     with plain_broadcasting():

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gumbeljax import _checks
+from gumbeljax import _checks, laws
 from gumbeljax._call import Config, Operands, plain_broadcasting, prepare
 from gumbeljax._typing import Array, ArrayLike
-from pallas_kernels import xla
+from gumbeljax.processing import Processors
+from pallas_kernels import filtered, xla
 from pallas_kernels.finish import has_law, token_logits
-from pallas_kernels.logits import inverse_temperature, model_logits, processed_logits, rows_of
+from pallas_kernels.logits import block_of, inverse_temperature, model_logits, processed_logits, rows_of
 
 
 def _block_size(config: Config) -> int:
@@ -39,16 +40,17 @@ def _backward(config, residuals, cotangents):
     """One more pass over the blocks of `w`: each block's logits again, their softmax, and its products with h and w."""
     operands, log_total, top = residuals
     weight = jnp.where(has_law(top, jnp.exp(log_total)), cotangents[0], 0.0)
-    h, w, t, bias, mask = operands
-    axis = config.vocab_axis
+    h, w, t, bias = operands.h, operands.w, operands.t, operands.bias
+    others, axis = operands.options(config)._replace(bias=None), config.vocab_axis
 
     def add_block(grads, start, size):
         def scores(h, w_block, t, bias_block):  # (l - top) / T of one block, [size, rows]
             shape = {"size": size, "vocab_axis": axis, "precision": config.precision}
             model = model_logits(xla.block_logits(h, w_block, jnp.int32(0), **shape), config.scale, config.soft_cap)
-            mask_block = None if mask is None else lax.dynamic_slice_in_dim(mask, start, size, -1)
-            view = lambda x: x if x is None else (x[:, None] if x.ndim == 1 else x.T)  # noqa: E731
-            x = processed_logits(model, view(bias_block), view(mask_block))
+            options = block_of(others, start, size)
+            if bias_block is not None:
+                options = options._replace(bias=bias_block[:, None] if bias_block.ndim == 1 else bias_block.T)
+            x = processed_logits(model, options)
             alive = x > -jnp.inf  # a masked logit has weight 0, which must not meet its -inf in the chain rule
             return (jnp.where(alive, x, top) - top) * inverse_temperature(t), alive
 
@@ -66,7 +68,7 @@ def _backward(config, residuals, cotangents):
     grads, _ = lax.scan(lambda g, start: (add_block(g, start, block), None), grads, starts)
     if tail := config.vocab % block:
         grads = add_block(grads, jnp.int32(config.vocab - tail), tail)
-    return (Operands(grads[0].astype(h.dtype), grads[1], grads[2], grads[3], None),)
+    return (Operands(grads[0].astype(h.dtype), grads[1], grads[2], grads[3], None, None, None, None),)
 
 
 _log_total.defvjp(_forward, _backward)
@@ -74,11 +76,11 @@ _log_total.defvjp(_forward, _backward)
 
 @functools.partial(jax.jit, static_argnames="config")
 def _log_prob(operands: Operands, tokens, *, config: Config) -> Array:
-    h, w, t, bias, mask = operands
+    h, w, t = operands.h, operands.w, operands.t
     log_total, top, argmax = _log_total(operands, config)  # pyright: ignore[reportGeneralTypeIssues]
     ids = jnp.clip(tokens, 0, config.vocab - 1)[None]
     model = model_logits(token_logits(h, w, ids, config.vocab_axis), config.scale, config.soft_cap)
-    x = processed_logits(model, rows_of(bias, ids), rows_of(mask, ids))[0]
+    x = processed_logits(model, rows_of(operands.options(config), ids))[0]
     # Summed in another order than stage 1 did: without this, rounding over a small T could pass the largest logit.
     x = x + lax.stop_gradient(jnp.where(x > -jnp.inf, jnp.where(tokens == argmax, top, jnp.minimum(x, top)) - x, 0.0))
     log_prob = (x - lax.stop_gradient(top)) * inverse_temperature(t) - log_total
@@ -87,15 +89,17 @@ def _log_prob(operands: Operands, tokens, *, config: Config) -> Array:
     return jnp.where(exists, log_prob, jnp.nan)
 
 
-def log_prob(h: ArrayLike, w: ArrayLike, tokens: ArrayLike, *, temperature: ArrayLike = 1.0,
-             valid_vocab: int | None = None, logit_bias: ArrayLike | None = None, mask: ArrayLike | None = None,
+def log_prob(h: ArrayLike, w: ArrayLike, tokens: ArrayLike, *, temperature: ArrayLike = 1.0, top_k: ArrayLike | None = None,
+             top_p: ArrayLike | None = None, min_p: ArrayLike | None = None, valid_vocab: int | None = None,
+             logit_bias: ArrayLike | None = None, mask: ArrayLike | None = None, processors: Processors | None = None,
              vocab_axis: int = 0, scale: float | None = None, soft_cap: float | None = None,
              precision: str | jax.lax.Precision | None = None, implementation: str | None = None) -> Array:
-    """`log softmax((h @ w.T + logit_bias) / temperature)[tokens]`; the logits are never written to memory.
+    """`log softmax((h @ w.T + logit_bias) / temperature)[tokens]`; without filters the logits are never written to memory.
 
-    Exact up to the rounding of float32 sums. With no bias, mask or temperature this is the model's own law. It can be
-    differentiated with respect to h, w, logit_bias and (above 1e-18) temperature: the backward pass makes the logits
-    again, block by block.
+    Exact up to the rounding of float32 sums. The options say which law: with none it is the model's own, with bias,
+    processors, mask or temperature the tempered one, with top_k, top_p or min_p the processed one, renormalised over the kept
+    set. It can be differentiated with respect to h, w, logit_bias and (above 1e-18) temperature: the backward pass makes the
+    logits again, block by block. Under filters the logits are stored, and the kept set is a constant.
 
     Args:
       h: hidden states `[*batch, d_model]`; bfloat16, float16 or float32.
@@ -116,10 +120,15 @@ def log_prob(h: ArrayLike, w: ArrayLike, tokens: ArrayLike, *, temperature: Arra
     -2.0794 = -log 8
     """
     operands, config, batch_shape = prepare(
-        h, w, temperature=temperature, valid_vocab=valid_vocab, logit_bias=logit_bias, mask=mask, vocab_axis=vocab_axis,
-        scale=scale, soft_cap=soft_cap, precision=precision, implementation=implementation)
+        h, w, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, valid_vocab=valid_vocab, logit_bias=logit_bias,
+        mask=mask, processors=processors, vocab_axis=vocab_axis, scale=scale, soft_cap=soft_cap, precision=precision,
+        implementation=implementation)
     tokens = _checks.token_ids(tokens, batch_shape)
     if operands.h.shape[0] == 0:
         return jnp.zeros(batch_shape, jnp.float32)
     with plain_broadcasting():
-        return _log_prob(operands, tokens, config=config).reshape(batch_shape)
+        if operands.filters is None:
+            return _log_prob(operands, tokens, config=config).reshape(batch_shape)
+        log_probs = laws.log_probs(operands, config=config)
+        exists = (tokens >= 0) & (tokens < config.vocab)
+        return jnp.where(exists, filtered.picked(log_probs, tokens), jnp.nan).reshape(batch_shape)

@@ -18,7 +18,13 @@ class Draw(NamedTuple):
     token: Any
     model_log_prob: Any
     tempered_log_prob: Any
+    processed_log_prob: Any
     log_normalizer: Any
+
+    @property
+    def log_kept_mass(self):
+        """Log of the share of the tempered law that the filters left: 0 without filters."""
+        return self.tempered_log_prob - self.processed_log_prob
 
 
 def token_logits(h, w, ids, vocab_axis):
@@ -43,7 +49,7 @@ def group_logits(h, w, first, options: Elementwise, *, vocab, vocab_axis):
     ids = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP, h.shape[0]), 0)
     safe = jnp.clip(ids, 0, vocab - 1)
     model = model_logits(token_logits(h, w, safe, vocab_axis), options.scale, options.soft_cap)
-    return ids, model, processed_logits(model, rows_of(options.bias, safe), rows_of(options.mask, safe), ids < vocab)
+    return ids, model, processed_logits(model, rows_of(options, safe), ids < vocab)
 
 
 def has_law(top, total):
@@ -92,5 +98,6 @@ def draw_in_group(keys, t, won: race.Race, model_mass, first, ids, model, x, *, 
     else:
         model_log_prob = jnp.minimum(at(model, ids, token) - model_mass.top - jnp.log(model_mass.total), 0.0)
     nan_unless = lambda value: jnp.where(ok, value, jnp.nan)  # noqa: E731
-    return Draw(jnp.where(ok, token, -1), nan_unless(model_log_prob), nan_unless(tempered),
+    tempered = nan_unless(tempered)
+    return Draw(jnp.where(ok, token, -1), nan_unless(model_log_prob), tempered, tempered,
                 nan_unless(log_normalizer_of(won.top, won.total, t)))

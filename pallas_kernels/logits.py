@@ -1,6 +1,6 @@
 """The elementwise half of logit processing: what happens to one logit before the race. Runs inside kernels.
 
-Order: `scale -> soft_cap -> [model law] -> bias -> mask -> temperature`.
+Order: `scale -> soft_cap -> [model law] -> bias -> factor, offset (penalties) -> mask -> temperature`.
 """
 
 from typing import Any, NamedTuple
@@ -11,13 +11,25 @@ from jax import lax
 TINY = 2.0**-100  # a temperature below it is greedy: (l - top) / T would leave the range of float32
 
 
+DENSE = ("bias", "factor", "offset", "mask")
+
+
 class Elementwise(NamedTuple):
-    """Options of the elementwise part. `bias` (float32) and `mask` (bool) are `[vocab]`, `[rows, vocab]` or None."""
+    """Options of the elementwise part. The `DENSE` ones are `[vocab]`, `[rows, vocab]` or None: float32, `mask` bool.
+
+    `factor` is 1, or the repetition penalty of a token seen before; `offset` is what presence and frequency take away.
+    """
 
     scale: float | None = None
     soft_cap: float | None = None
     bias: Any = None
     mask: Any = None
+    factor: Any = None
+    offset: Any = None
+
+    def dense(self) -> dict:
+        """The options over the vocabulary that are there, by name."""
+        return {name: x for name in DENSE if (x := getattr(self, name)) is not None}
 
 
 def model_logits(x, scale, soft_cap):
@@ -29,11 +41,16 @@ def model_logits(x, scale, soft_cap):
     return x
 
 
-def processed_logits(x, bias, mask, allowed=None):
-    """Model logits plus bias, `-inf` where `mask` or `allowed` is false. A masked logit is not read: its NaN is gone."""
-    if bias is not None:
-        x = x + bias
-    for keep in (mask, allowed):
+def processed_logits(x, options: Elementwise, allowed=None):
+    """Model logits with the dense options, which have the shape of x here; `-inf` where `mask` or `allowed` is false. A
+    masked logit is not read: its NaN is gone. A repeated token's logit is divided if positive, else multiplied."""
+    if options.bias is not None:
+        x = x + options.bias
+    if options.factor is not None:
+        x = jnp.where(x > 0.0, x / options.factor, x * options.factor)
+    if options.offset is not None:
+        x = x - options.offset
+    for keep in (options.mask, allowed):
         if keep is not None:
             x = jnp.where(keep, x, -jnp.inf)
     return x
@@ -53,16 +70,16 @@ def canonical_temperature(t):
     return jnp.where((t >= 0.0) & (t < jnp.inf), t, jnp.nan)
 
 
-def rows_of(x, ids):
-    """Options at token ids `[n, rows]`: x is `[vocab]` or `[rows, vocab]`; None stays None."""
-    if x is None:
-        return None
-    return x[ids] if x.ndim == 1 else jnp.take_along_axis(x, ids.T, axis=1).T
+def rows_of(options: Elementwise, ids) -> Elementwise:
+    """The dense options at token ids `[n, rows]`."""
+    pick = lambda x: x[ids] if x.ndim == 1 else jnp.take_along_axis(x, ids.T, axis=1).T  # noqa: E731
+    return options._replace(**{name: pick(x) for name, x in options.dense().items()})
 
 
-def block_of(x, start, size):
-    """Options of `[start, start + size)`, vocabulary first: `[size, 1]` or `[size, rows]`; None stays None."""
-    if x is None:
-        return None
-    x = lax.dynamic_slice_in_dim(x, start, size, axis=-1)
-    return x[:, None] if x.ndim == 1 else x.T
+def block_of(options: Elementwise, start, size) -> Elementwise:
+    """The dense options of `[start, start + size)`, vocabulary first: `[size, 1]` or `[size, rows]`."""
+    def cut(x):
+        x = lax.dynamic_slice_in_dim(x, start, size, axis=-1)
+        return x[:, None] if x.ndim == 1 else x.T
+
+    return options._replace(**{name: cut(x) for name, x in options.dense().items()})

@@ -98,4 +98,5 @@ def without_replacement(h, w, keys, t, options: Elementwise, top, total, model_m
     model = jnp.zeros_like(model) if model_mass is None else model - model_mass.top - jnp.log(model_mass.total)
     nan_unless = lambda value: jnp.where(ok, value, jnp.nan)  # noqa: E731
     log_normalizer = jnp.broadcast_to(log_normalizer_of(all_top, all_total, t), token.shape)
-    return Draw(jnp.where(ok, token, -1), nan_unless(model), nan_unless(tempered), nan_unless(log_normalizer))
+    return Draw(jnp.where(ok, token, -1), nan_unless(model), nan_unless(tempered), nan_unless(tempered),
+                nan_unless(log_normalizer))

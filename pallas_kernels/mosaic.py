@@ -29,8 +29,8 @@ def why_not(h, w, options, vocab_axis: int) -> str | None:
     if w.shape[vocab_axis] % (8, 64)[vocab_axis] or h.shape[1] % 64:
         return (f"its bulk copies need a vocabulary that is a multiple of {(8, 64)[vocab_axis]} and d_model of 64, "
                 f"not w {list(w.shape)}")
-    if options.bias is not None or options.mask is not None:
-        return "it takes neither logit_bias nor mask"
+    if options.dense():
+        return "it takes neither logit_bias nor mask nor processors"
     return None
 
 

@@ -43,30 +43,29 @@ def tile_logits(plt, h_ref, w_ref, first_id, first_row, *, vocab, num_rows, d_mo
 
 
 def tile_option(plt, ref, first_id, first_row, *, vocab, num_rows, tiles):
-    """The tile of `bias` or `mask`, `[tile vocab, 1]` or `[tile vocab, tile rows]`."""
-    if ref is None:
-        return None
+    """The tile of a dense option, `[tile vocab, 1]` or `[tile vocab, tile rows]`."""
     ids = first_id + lax.broadcasted_iota(jnp.int32, (tiles.vocab,), 0)
     if len(ref.shape) == 1:
-        return plt.load(ref.at[pl.ds(first_id, tiles.vocab)], mask=ids < vocab, other=0)[:, None]
-    rows = first_row + lax.broadcasted_iota(jnp.int32, (tiles.rows,), 0)
-    keep = (rows < num_rows)[:, None] & (ids < vocab)[None, :]
-    return plt.load(ref.at[pl.ds(first_row, tiles.rows), pl.ds(first_id, tiles.vocab)], mask=keep, other=0).T
+        x = plt.load(ref.at[pl.ds(first_id, tiles.vocab)], mask=ids < vocab, other=0)[:, None]
+    else:
+        rows = first_row + lax.broadcasted_iota(jnp.int32, (tiles.rows,), 0)
+        keep = (rows < num_rows)[:, None] & (ids < vocab)[None, :]
+        x = plt.load(ref.at[pl.ds(first_row, tiles.rows), pl.ds(first_id, tiles.vocab)], mask=keep, other=0).T
+    return x != 0 if x.dtype == jnp.int8 else x
 
 
 def kernel(
     h_ref,  # [rows, d_model]
     w_ref,  # [vocab, d_model] or [d_model, vocab]
     t_ref,  # f32 [rows]
-    *refs,  # key words u32 [rows] x 2 (draw), bias f32 and mask i8 [vocab] or [rows, vocab] (if any), then outputs
-    wanted, with_model, scale, soft_cap, has_bias, has_mask, sample, plt, vocab, num_rows, d_model, vocab_axis,
+    *refs,  # key words u32 [rows] x 2 (draw), the dense options, f32 or i8 [vocab] or [rows, vocab], then outputs
+    wanted, with_model, scale, soft_cap, dense, sample, plt, vocab, num_rows, d_model, vocab_axis,
     precision, tiles,
 ):
     """What one program does: the logits of its tile, and what they say in the `wanted` form."""
     refs = list(refs)
     key_refs = [refs.pop(0), refs.pop(0)] if wanted == "race" else []
-    bias_ref = refs.pop(0) if has_bias else None
-    mask_ref = refs.pop(0) if has_mask else None
+    dense_refs = {name: refs.pop(0) for name in dense}
     tile, first_row = pl.program_id(0), pl.program_id(1) * tiles.rows
     first_id = tile * tiles.vocab
     rows = first_row + lax.broadcasted_iota(jnp.int32, (tiles.rows,), 0)
@@ -81,8 +80,7 @@ def kernel(
     ids = first_id + lax.broadcasted_iota(jnp.int32, (tiles.vocab, 1), 0)
     allowed = None if vocab % tiles.vocab == 0 else ids < vocab
     model = model_logits(x, scale, soft_cap)
-    mask = option(mask_ref)
-    x = processed_logits(model, option(bias_ref), None if mask is None else mask != 0, allowed)
+    x = processed_logits(model, Elementwise(**{name: option(ref) for name, ref in dense_refs.items()}), allowed)
     t = row_vector(t_ref)
     if wanted == "race":
         out = tuple(race.race_of(x, tuple(map(row_vector, key_refs)), sample, t, first_id))
@@ -92,7 +90,7 @@ def kernel(
         out = race.group_masses(x, t)
     if with_model:
         one = jnp.ones((tiles.rows,), jnp.float32)
-        out += tuple(race.mass_over(processed_logits(model, None, None, allowed), one, first_id))
+        out += tuple(race.mass_over(processed_logits(model, Elementwise(), allowed), one, first_id))
     for ref, value in zip(refs, out, strict=True):
         if value.ndim == 1:
             plt.store(ref.at[tile, pl.ds(first_row, tiles.rows)], value, mask=rows < num_rows)
@@ -133,11 +131,12 @@ def launch(h, w, keys, t, options: Elementwise, *, plt, wanted, vocab, sample, v
     if with_model:
         out_shape += [jax.ShapeDtypeStruct((num_tiles, num_rows), kind) for kind in (f32, i32, f32)]
     arguments = [h, w, t, *(keys if wanted == "race" else ())]
-    arguments += [x for x in (options.bias, None if options.mask is None else options.mask.astype(jnp.int8)) if x is not None]
+    dense = {name: x.astype(jnp.int8) if name == "mask" else x for name, x in options.dense().items()}
+    arguments += dense.values()
     body = functools.partial(
         kernel, wanted=wanted, with_model=with_model, scale=options.scale, soft_cap=options.soft_cap,
-        has_bias=options.bias is not None, has_mask=options.mask is not None, sample=sample, plt=plt, vocab=vocab,
-        num_rows=num_rows, d_model=d_model, vocab_axis=vocab_axis, precision=dot_precision(precision), tiles=tiles)
+        dense=tuple(dense), sample=sample, plt=plt, vocab=vocab, num_rows=num_rows, d_model=d_model,
+        vocab_axis=vocab_axis, precision=dot_precision(precision), tiles=tiles)
     return pl.pallas_call(
         body, grid=(num_tiles, pl.cdiv(num_rows, tiles.rows)), out_shape=out_shape, interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),

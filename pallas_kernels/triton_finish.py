@@ -21,13 +21,12 @@ def kernel(
     w_ref,  # [vocab, d_model] or [d_model, vocab]
     t_ref,  # f32 [rows]
     key0_ref, key1_ref,  # u32 [rows]
-    *refs,  # bias and mask (if any); per tile: high, low, winner, top, total [tiles, rows] (model top, total); outputs
-    with_model, scale, soft_cap, has_bias, has_mask, sample, plt, vocab, d_model, vocab_axis, num_tiles, chunk,
+    *refs,  # the dense options; per tile: high, low, winner, top, total [tiles, rows] (model top, total); outputs
+    with_model, scale, soft_cap, dense, sample, plt, vocab, d_model, vocab_axis, num_tiles, chunk,
 ):
     """What one program does: the draw of its row."""
     refs = list(refs)
-    bias_ref = refs.pop(0) if has_bias else None
-    mask_ref = refs.pop(0) if has_mask else None
+    dense_refs = {name: refs.pop(0) for name in dense}
     tile_refs, out_refs = refs[:5 + 2 * with_model], refs[5 + 2 * with_model:]
     row = pl.program_id(0)
     zero = row - row  # a start that is not a constant: JAX refuses slices that it can see to end out of bounds, masked or not
@@ -59,21 +58,20 @@ def kernel(
         total += jnp.sum(w.astype(h.dtype).astype(jnp.float32) * h.astype(jnp.float32)[None, :], axis=1)
 
     def option(ref):
-        if ref is None:
-            return None
         where = (pl.ds(group, noise.GROUP),) if len(ref.shape) == 1 else (row, pl.ds(group, noise.GROUP))
-        return plt.load(ref.at[where], mask=(ids < vocab)[:, 0], other=0)[:, None]
+        x = plt.load(ref.at[where], mask=(ids < vocab)[:, 0], other=0)[:, None]
+        return x != 0 if x.dtype == jnp.int8 else x
 
-    mask = option(mask_ref)
     model = model_logits(total[:, None], scale, soft_cap)
-    x = processed_logits(model, option(bias_ref), None if mask is None else mask != 0, ids < vocab)
+    x = processed_logits(model, Elementwise(**{name: option(ref) for name, ref in dense_refs.items()}), ids < vocab)
     model_mass = None
     if with_model:
         top, total = (of_tiles(ref, other) for ref, other in zip(tile_refs[5:], (-jnp.inf, 0.0), strict=True))
         top, total = race.mass_of(top, total, jnp.ones_like(t))
         model_mass = race.Mass(top, first, total)
     draw = plain.draw_in_group(keys, t, won, model_mass, first, ids, model, x, vocab=vocab, sample=sample)
-    for ref, value in zip(out_refs, draw, strict=True):
+    outputs = draw.token, draw.model_log_prob, draw.tempered_log_prob, draw.log_normalizer
+    for ref, value in zip(out_refs, outputs, strict=True):
         plt.store(ref.at[pl.ds(row, 1)], value)
 
 
@@ -82,15 +80,16 @@ def finish(h, w, keys, t, options: Elementwise, tiles: race.Race, model_tiles, *
     """As `finish.finish`, from the unmerged leaves `[tiles, rows]` of stage 1."""
     num_rows, d_model = h.shape
     num_tiles = tiles.high.shape[0]
-    mask = None if options.mask is None else options.mask.astype(jnp.int8)
-    arguments = [h, w, t, *keys, *(x for x in (options.bias, mask) if x is not None), *tiles]
+    dense = {name: x.astype(jnp.int8) if name == "mask" else x for name, x in options.dense().items()}
+    arguments = [h, w, t, *keys, *dense.values(), *tiles]
     if model_tiles is not None:
         arguments += [model_tiles.top, model_tiles.total]
     body = functools.partial(
         kernel, with_model=model_tiles is not None, scale=options.scale, soft_cap=options.soft_cap,
-        has_bias=options.bias is not None, has_mask=options.mask is not None, sample=sample, plt=plt, vocab=vocab,
-        d_model=d_model, vocab_axis=vocab_axis, num_tiles=num_tiles, chunk=min(2048, pl.next_power_of_2(d_model)))
+        dense=tuple(dense), sample=sample, plt=plt, vocab=vocab, d_model=d_model,
+        vocab_axis=vocab_axis, num_tiles=num_tiles, chunk=min(2048, pl.next_power_of_2(d_model)))
     out_shape = [jax.ShapeDtypeStruct((num_rows,), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32, jnp.float32)]
-    return Draw(*pl.pallas_call(
+    token, model_log_prob, tempered, log_normalizer = pl.pallas_call(
         body, grid=(num_rows,), out_shape=out_shape, interpret=interpret, name="gumbeljax_finish",
-        compiler_params=plt.CompilerParams(num_warps=16, num_stages=1))(*arguments))
+        compiler_params=plt.CompilerParams(num_warps=16, num_stages=1))(*arguments)
+    return Draw(token, model_log_prob, tempered, tempered, log_normalizer)

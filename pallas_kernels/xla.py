@@ -20,8 +20,12 @@ def choose_tiles(h, w, vocab: int) -> XlaTiles:
     """Blocks that were fast on a CPU, and never take more memory than the short ones would."""
     short = XlaTiles()
     copied = 0 if w is None else short.block * h.shape[1]
-    whole = -(-vocab // noise.GROUP) * noise.GROUP
-    return XlaTiles(whole) if h.shape[0] * vocab <= copied else short
+    return whole(vocab) if h.shape[0] * vocab <= copied else short
+
+
+def whole(vocab: int) -> XlaTiles:
+    """The whole vocabulary in one block."""
+    return XlaTiles(-(-vocab // noise.GROUP) * noise.GROUP)
 
 
 def keep_order(x):
@@ -70,7 +74,7 @@ def pad_to_group(x):
 def processed_block(h, w, start, size, options: Elementwise, vocab_axis, precision):
     """(model logits, processed logits) of one block, `[size, rows]`."""
     model = model_logits(block_logits(h, w, start, size, vocab_axis, precision), options.scale, options.soft_cap)
-    return model, processed_logits(model, block_of(options.bias, start, size), block_of(options.mask, start, size))
+    return model, processed_logits(model, block_of(options, start, size))
 
 
 def stage1(h, w, keys, t, options: Elementwise = Elementwise(), *, vocab, sample=0, vocab_axis=0, precision=None,

@@ -44,7 +44,7 @@ def _draw(operands: Operands, keys, *, config: Config, num_samples, replace, log
     stages, shape = config.stages(), config.shape_arguments()
     if operands.filters is not None:
         return filtered.draw(h, w, keys, t, options, operands.filters, num_samples=num_samples, replace=replace,
-                             with_log_probs=log_probs, **shape)
+                             with_log_probs=log_probs, by_row=config.by_row, **shape)
     if num_samples is None:
         return stages.draw(h, w, keys, t, options, with_model=log_probs, **shape)
     model_mass = None

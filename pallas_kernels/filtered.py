@@ -4,9 +4,10 @@ The token is the grouped law's on the kept logits: the same race as without filt
 """
 
 import jax.numpy as jnp
+from jax import lax
 
-from pallas_kernels import many, race, xla
-from pallas_kernels.finish import Draw, log_normalizer_of
+from pallas_kernels import many, noise, race, xla
+from pallas_kernels.finish import Draw, draw_in_group, log_normalizer_of
 from pallas_kernels.kept import Filters, kept_set
 from pallas_kernels.logits import Elementwise
 
@@ -23,17 +24,20 @@ def picked(values, tokens):
 
 
 def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, vocab, num_samples=None, replace=True, vocab_axis=0,
-         precision=None, with_log_probs=False) -> Draw:
+         precision=None, with_log_probs=False, by_row=False) -> Draw:
     """Tokens of the kept set; leaves `[rows]`, or `[num_samples, rows]`."""
     model, x = all_logits(h, w, options, vocab=vocab, vocab_axis=vocab_axis, precision=precision)
-    kept = jnp.where(kept_set(x, t, filters), x, -jnp.inf)
-    stored = {"h": kept.T, "w": None, "keys": keys, "t": t, "options": Elementwise(), "vocab": vocab}
+    kept = jnp.where(kept_set(x, t, filters, by_row=by_row), x, -jnp.inf)
     if num_samples is None:
-        out = xla.draw(**stored, tiles=xla.whole(vocab))
+        won = race.race_of(xla.pad_to_group(kept), keys, 0, t, jnp.int32(0))
+        first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
+        ids = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP, first.shape[0]), 0)
+        group = jnp.where(ids < vocab, picked(kept, ids), -jnp.inf)
+        out = draw_in_group(keys, t, won, None, first, ids, group, group, vocab=vocab, sample=0)
     else:
         top, total = race.group_masses(xla.pad_to_group(kept), t)
         several = many.with_replacement if replace else many.without_replacement
-        out = several(**stored, top=top, total=total, model_mass=None, num_samples=num_samples)
+        out = several(kept.T, None, keys, t, Elementwise(), top, total, None, num_samples=num_samples, vocab=vocab)
     if not with_log_probs:
         return out
     one = jnp.ones_like(t)

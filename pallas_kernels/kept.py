@@ -1,18 +1,18 @@
 """The kept set: what top-k, top-p and min-p leave of a row, found without sorting the vocabulary.
 
 Order the tokens of a row by logit, largest first, lowest id first among equals. Each filter keeps a prefix of that order, so
-all of them together do, and the kept set is one pair (key of the last token kept, its id):
+all of them together do:
 
     top_k   the first k tokens
     top_p   the shortest prefix whose mass is at least p times the mass of what top_k left (the crossing token is kept)
     min_p   the tokens with exp((l - max l) / T) >= min_p
 
-The last token of a prefix is found bit by bit: the largest key for which the tokens at or above it are enough, then the
-smallest id for which those tied at that key are. Enough is decided by sums of integers, which do not depend on the order of
-summation: counts for top-k, masses in fixed point for top-p. Most of the time a few groups hold the whole prefix (the k first
-tokens lie in the k groups with the largest maxima), and only these are searched.
+The end of a prefix is the largest key at or above which the tokens are enough, and among those tied there the smallest id up
+to which they are. Enough is decided by sums of integers, which do not depend on the order of summation: counts for top-k,
+masses in fixed point for top-p. So it does not matter where they are summed, and most of a search looks at few tokens: the k
+largest lie in the k groups with the largest maxima, and a few halvings of the whole row leave few groups undecided.
 
-Vocabulary runs along axis 0, rows along the last axis.
+Logits are `[vocab, rows]` here as elsewhere; what is searched runs along the last axis, where XLA's CPU code sums fastest.
 """
 
 from typing import Any, NamedTuple
@@ -24,8 +24,9 @@ from jax import lax
 from pallas_kernels import noise, race
 from pallas_kernels.logits import inverse_temperature
 
-CANDIDATES = (64, 1024)  # groups searched first, then groups searched if those were too few, before the whole vocabulary
-WHOLE, FINE = 30, 11  # bits of a mass: the row's whole mass is below 2^30, and the fine word counts 2^-11 of its unit
+LEADING, UNDECIDED = 64, 256  # groups searched instead of the whole row: those with the largest maxima; those left undecided
+HALVINGS = 8  # of the whole row, before the undecided groups are gathered
+WHOLE, FINE = 30, 11  # bits of a mass: a row's whole mass is below 2^30, and the fine word counts 2^-11 of its unit
 LOWEST = -(2**31)
 
 
@@ -38,14 +39,14 @@ class Filters(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The last token of the kept prefix: its key (see `ordered_keys`) and its id, int32 `[rows]`."""
+    """The last token of a prefix: its key (see `ordered_keys`) and its id, int32 `[rows]`."""
 
     key: Any
     id: Any
 
 
 class Mass(NamedTuple):
-    """A mass in fixed point, int32: `whole + fine * 2^-FINE`."""
+    """Integers that add up: `whole + fine * 2^-FINE`, int32. A count has ones and zeros."""
 
     whole: Any
     fine: Any
@@ -57,54 +58,39 @@ def ordered_keys(x):
     return jnp.where(jnp.isnan(x), jnp.int32(LOWEST), jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits))
 
 
-def largest(holds, like, start: int, bits: int):
-    """The largest `start + c`, 0 <= c < 2^bits, at which the falling predicate `holds` is true; `start` if it never is."""
-    def step(i, code):
-        trial = code | (jnp.uint32(1) << (bits - 1 - i).astype(jnp.uint32))
-        return jnp.where(holds(lax.bitcast_convert_type(trial, jnp.int32) + jnp.int32(start)), trial, code)
-
-    code = lax.fori_loop(0, bits, step, jnp.zeros_like(like, jnp.uint32))
-    return lax.bitcast_convert_type(code, jnp.int32) + jnp.int32(start)
-
-
-def last_of_prefix(keys, ids, vocab: int, is_enough) -> Kept:
-    """The last token of the shortest prefix that is enough: `is_enough(chosen)` grows with the set."""
-    key = largest(lambda key: is_enough(keys >= key), keys[0], LOWEST, 32)
-    above, tied = keys > key, keys == key
-    return Kept(key, largest(lambda id: ~is_enough(above | (tied & (ids < id))), keys[0], 0, vocab.bit_length()))
-
-
 def is_kept(keys, ids, kept: Kept):
     """Membership of tokens in the prefix that ends at `kept`."""
-    return (keys > kept.key) | ((keys == kept.key) & (ids <= kept.id))
-
-
-def shorter(a: Kept, b: Kept) -> Kept:
-    """The shorter of two prefixes."""
-    take_a = (a.key > b.key) | ((a.key == b.key) & (a.id < b.id))
-    return Kept(jnp.where(take_a, a.key, b.key), jnp.where(take_a, a.id, b.id))
+    key, last = kept.key[:, None], kept.id[:, None]
+    return (keys > key) | ((keys == key) & (ids <= last))
 
 
 def fixed_point(weight, total) -> Mass:
-    """`weight` as a share of about `total`, both float32 and positive: scaled by a power of two, so that nothing rounds but
-    the last bit of the fine word, however the compiler fuses it."""
+    """Weights in [0, 1] that add up to about `total`, float32: scaled by a power of two, so that nothing rounds but the last
+    bit of the fine word, however the compiler fuses it."""
     exponent = WHOLE - 1 - jnp.ceil(jnp.log2(jnp.maximum(total, 1.0))).astype(jnp.int32)
-    scaled = weight * lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    scaled = weight * lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)[:, None]
     whole = jnp.floor(scaled)
     return Mass(whole.astype(jnp.int32), ((scaled - whole) * 2.0**FINE).astype(jnp.int32))
 
 
-def add_up(mass: Mass, chosen=None) -> Mass:
-    """The mass of the chosen tokens (all without `chosen`), carried."""
-    if chosen is not None:
-        mass = jax.tree.map(lambda m: jnp.where(chosen, m, 0), mass)
-    whole, fine = (jnp.sum(m, axis=0, dtype=jnp.int32) for m in mass)
+def carried(whole, fine) -> Mass:
+    """With less than one unit in the fine word."""
     return Mass(whole + (fine >> FINE), fine & (2**FINE - 1))
+
+
+def add_up(mass: Mass, chosen) -> Mass:
+    """The mass of the chosen tokens, `[rows]`."""
+    return carried(*(jnp.sum(jnp.where(chosen, m, 0), axis=1, dtype=jnp.int32) for m in mass))
+
+
+def as_float(mass: Mass):
+    """Rounded to float32."""
+    return mass.whole.astype(jnp.float32) + mass.fine.astype(jnp.float32) * 2.0**-FINE
 
 
 def share(mass: Mass, p) -> Mass:
     """`p * mass` to float32 rounding, for 0 <= p < 1; at least the smallest mass there is."""
-    product = p * (mass.whole.astype(jnp.float32) + mass.fine.astype(jnp.float32) * 2.0**-FINE)
+    product = p * as_float(mass)
     whole = jnp.floor(product)
     fine = jnp.floor((product - whole) * 2.0**FINE)
     return Mass(whole.astype(jnp.int32), jnp.where((whole == 0.0) & (fine == 0.0), 1.0, fine).astype(jnp.int32))
@@ -115,79 +101,205 @@ def at_least(a: Mass, b: Mass):
     return (a.whole > b.whole) | ((a.whole == b.whole) & (a.fine >= b.fine))
 
 
-def search(x, ids, weight, total, everything: Mass | None, filters: Filters, vocab: int) -> Kept:
-    """The prefix that top_k, then top_p keep of the tokens given; `everything` is the mass of the whole row."""
+def bisect(holds, low, high, steps: int):
+    """Halves the gap between low, where the falling predicate `holds` is true, and high, where it is not; int32 `[rows]`."""
+    def step(_, ends):
+        low, high = ends
+        gap = lax.bitcast_convert_type(high - low, jnp.uint32)  # may be more than an int32 holds
+        middle = low + lax.bitcast_convert_type(gap >> 1, jnp.int32)
+        yes = holds(middle)
+        return jnp.where(yes, middle, low), jnp.where(yes, high, middle)
+
+    return lax.fori_loop(0, steps, step, (low, high))
+
+
+def end_of_prefix(keys, ids, mass: Mass, target: Mass, vocab: int) -> Kept:
+    """The end of the shortest prefix of the tokens given, `[rows, n]`, whose mass is at least `target`."""
+    low, high = jnp.full_like(keys[:, 0], LOWEST), jnp.max(keys, axis=1) + 1
+    return end_between(keys, ids, mass, target, low, high, Mass(*map(jnp.zeros_like, target)), vocab)
+
+
+def end_between(keys, ids, mass: Mass, target: Mass, low, high, above: Mass, vocab: int) -> Kept:
+    """As `end_of_prefix`, when the end lies at a key in [low, high) and `above` is the mass from `high` on, given or not."""
+    def plus(chosen):
+        more = add_up(mass, chosen & (keys < high[:, None]))
+        return carried(above.whole + more.whole, above.fine + more.fine)
+
+    key, _ = bisect(lambda key: at_least(plus(keys >= key[:, None]), target), low, high, 32)
+    above = plus(keys > key[:, None])
+    tied = keys == key[:, None]
+    number = jnp.sum(tied, axis=1, dtype=jnp.int32)
+    one = Mass(*(jnp.max(jnp.where(tied, m, 0), axis=1) for m in mass))  # equal logits have equal masses
+
+    def too_few(n):
+        return ~at_least(carried(above.whole + n * one.whole, above.fine + n * one.fine), target)
+
+    needed = bisect(too_few, jnp.zeros_like(number), jnp.maximum(number, 1), vocab.bit_length())[1]
+
+    def last_id():
+        fewer = lambda id: jnp.sum(tied & (ids < id[:, None]), axis=1, dtype=jnp.int32) < needed  # noqa: E731
+        return bisect(fewer, jnp.zeros_like(number), jnp.full_like(number, vocab), vocab.bit_length())[0]
+
+    return Kept(key, lax.cond(jnp.any(needed < number), last_id, lambda: jnp.full_like(number, vocab)))
+
+
+def grouped(a, empty):
+    """`[vocab, rows]` as `[groups, 16, rows]`, the last group filled up."""
+    a = jnp.pad(a, ((0, -a.shape[0] % noise.GROUP), (0, 0)), constant_values=empty)
+    return a.reshape(-1, noise.GROUP, a.shape[1])
+
+
+def members(groups, vocab: int):
+    """(ids of the tokens of the groups `[rows, n]`, a function that picks them out of `[vocab, rows]`), `[rows, 16 n]`."""
+    ids = noise.GROUP * groups[:, :, None] + jnp.arange(noise.GROUP, dtype=jnp.int32)
+    ids = ids.reshape(groups.shape[0], -1)
+
+    def pick(a, empty):
+        return jnp.where(ids < vocab, jnp.take_along_axis(a, jnp.minimum(ids, vocab - 1).T, axis=0).T, empty)
+
+    return ids, pick
+
+
+def end_in_row(x, keys, ids, mass: Mass, target: Mass, low_value) -> Kept:
+    """`end_of_prefix` of a whole row `[rows, vocab]`, of which no token below `low_value` is needed."""
+    vocab = x.shape[1]
+    top, lowest = jnp.max(x, axis=1), ordered_keys(low_value)
+    there_is = add_up(mass, keys >= lowest[:, None])  # a count may ask for more tokens than have a mass
+    target = jax.tree.map(lambda a, b: jnp.where(at_least(there_is, target), a, b), target, there_is)
+
+    def enough(key):
+        return at_least(add_up(mass, keys >= key[:, None]), target)
+
+    def halve(_, ends):
+        low, high, low_key, high_key = ends
+        middle = low + 0.5 * (high - low)
+        key = jnp.clip(ordered_keys(middle), low_key, high_key)
+        yes = enough(key)
+        return (jnp.where(yes, middle, low), jnp.where(yes, high, middle),
+                jnp.where(yes, key, low_key), jnp.where(yes, high_key, key))
+
+    start = low_value, top, lowest, ordered_keys(top) + 1
+    _, _, low, high = lax.fori_loop(0, HALVINGS, halve, start)
+    above = add_up(mass, keys >= high[:, None])
+    undecided = grouped(((keys >= low[:, None]) & (keys < high[:, None])).T, False).any(axis=1).T
+    few = min(UNDECIDED, undecided.shape[1])
+
+    def in_few():
+        part_ids, pick = members(lax.top_k(undecided.astype(jnp.float32), few)[1], vocab)
+        part = Mass(*(pick(m.T, 0) for m in mass))
+        return end_between(pick(keys.T, LOWEST), part_ids, part, target, low, high, above, vocab)
+
+    def in_all():
+        return end_between(keys, ids, mass, target, low, high, above, vocab)
+
+    return lax.cond(jnp.all(jnp.sum(undecided, axis=1, dtype=jnp.int32) <= few), in_few, in_all)
+
+
+def search(keys, ids, mass: Mass | None, everything: Mass | None, filters: Filters, vocab: int, find) -> Kept:
+    """The prefix that top_k, then top_p keep of the tokens given; `everything` is the mass of the whole row, and
+    `find(keys, ids, mass, target, p)` the end of a prefix (p: what top_p asks for, None for a count)."""
     top_k, top_p, _ = filters
-    keys = ordered_keys(x)
-    kept = Kept(jnp.full_like(keys[0], LOWEST), jnp.full_like(keys[0], vocab))
+    kept = Kept(jnp.full_like(keys[:, 0], LOWEST), jnp.full_like(keys[:, 0], vocab))
 
     def unless(off, a, b):
         return jax.tree.map(lambda a, b: jnp.where(off, a, b), a, b)
 
     if top_k is not None:
-        is_enough = lambda chosen: jnp.sum(chosen, axis=0, dtype=jnp.int32) >= top_k  # noqa: E731
-        kept = unless(top_k <= 0, kept, last_of_prefix(keys, ids, vocab, is_enough))
+        ones = Mass(jnp.ones_like(keys), jnp.zeros_like(keys))
+        kept = unless(top_k <= 0, kept, find(keys, ids, ones, Mass(top_k, jnp.zeros_like(top_k)), None))
     if top_p is not None:
-        inside = is_kept(keys, ids, kept)
-        mass = jax.tree.map(lambda m: jnp.where(inside, m, 0), fixed_point(weight, total))
-        mass = lax.optimization_barrier(mass)  # made once, not in every step of the search
-        base = everything if top_k is None else unless(top_k <= 0, everything, add_up(mass))
-        target = share(base, top_p)
-        found = last_of_prefix(keys, ids, vocab, lambda chosen: at_least(add_up(mass, chosen), target))
-        kept = unless(top_p >= 1.0, kept, shorter(found, kept))
+        base = everything
+        if top_k is not None:
+            inside = is_kept(keys, ids, kept)
+            mass = Mass(*(jnp.where(inside, m, 0) for m in mass))
+            base = unless(top_k <= 0, everything, add_up(mass, True))
+        kept = unless(top_p >= 1.0, kept, find(keys, ids, lax.optimization_barrier(mass), share(base, top_p), top_p))
     return kept
 
 
-def fits(best, everything: Mass | None, top, total, t, filters: Filters):
-    """Whether the groups with the largest maxima, `best [candidates, rows]`, hold the prefix that the filters keep."""
+def fits(maxima, everything: Mass | None, top, total, t, filters: Filters):
+    """Whether the groups with these maxima, `[rows, n]`, the largest, hold the prefix that the filters keep; `[rows]`."""
     top_k, top_p, _ = filters
-    in_count = jnp.bool_(True) if top_k is None else top_k <= best.shape[0]
+    in_count = jnp.ones_like(top, bool) if top_k is None else top_k <= maxima.shape[1]
     if top_p is None:
         return in_count
-    tops = fixed_point(jnp.exp((best - race.finite_or_zero(top)) * inverse_temperature(t)), total)
-    in_mass = (top_p >= 1.0) | at_least(add_up(tops), share(everything, top_p))
+    weight = jnp.exp((maxima - race.finite_or_zero(top)[:, None]) * inverse_temperature(t)[:, None])
+    in_mass = (top_p >= 1.0) | at_least(add_up(fixed_point(weight, total), True), share(everything, top_p))
     return in_mass if top_k is None else in_count & ((top_k > 0) | in_mass)
 
 
-def kept_set(x, t, filters: Filters):
-    """bool `[vocab, rows]`: the tokens of the processed logits x that the filters leave; NaN logits stay, to be seen later."""
-    top = jnp.max(x, axis=0)
-    z = (x - race.finite_or_zero(top)) * inverse_temperature(t)
-    out = x > -jnp.inf
-    if filters.min_p is not None:
-        out &= (filters.min_p <= 0.0) | (z >= jnp.log(filters.min_p))
-    if filters.top_k is not None or filters.top_p is not None:
-        out &= is_kept(ordered_keys(x), lax.broadcasted_iota(jnp.int32, x.shape, 0), last_kept(x, z, t, top, filters))
-    return out | jnp.isnan(x)
+def in_row(x, t, top, total, everything: Mass | None, filters: Filters) -> Kept:
+    """The end of the prefix kept by top_k and top_p, from all of the logits `[rows, vocab]`."""
+    vocab = x.shape[1]
+    smallest = jnp.min(jnp.where(x > -jnp.inf, x, jnp.inf), axis=1)
+
+    def find(keys, ids, mass, target, p):
+        low = jnp.minimum(smallest, top)
+        if p is not None:  # tokens below this could not add up to 1 - p, all together
+            base = total * as_float(target) / (jnp.maximum(p, 1e-6) * as_float(everything))
+            low = jnp.where(1.0 - p > 1e-6, jnp.minimum(top + t * jnp.log(0.5 * (1.0 - p) * base / vocab), top), low)
+        return end_in_row(x, keys, ids, mass, target, low)
+
+    mass = None
+    if filters.top_p is not None:
+        mass = fixed_point(weights(x.T, t, top).T, total)
+    return search(ordered_keys(x), lax.broadcasted_iota(jnp.int32, x.shape, 1), mass, everything, filters, vocab, find)
 
 
-def last_kept(x, z, t, top, filters: Filters) -> Kept:
-    """The last token of the prefix kept by top_k and top_p."""
+def weights(x, t, top):
+    """`exp((x - top) / t)`, `[vocab, rows]`."""
+    return jnp.exp((x - race.finite_or_zero(top)) * inverse_temperature(t))
+
+
+def last_kept(x, t, top, filters: Filters, by_row: bool) -> Kept:
+    """The end of the prefix kept by top_k and top_p, of processed logits `[vocab, rows]`."""
     vocab, rows = x.shape
     if filters.top_k is not None:
         filters = filters._replace(top_k=jnp.where(filters.top_k >= vocab, 0, filters.top_k))
+    filters = filters._replace(min_p=None)
     weight = total = everything = None
     if filters.top_p is not None:
-        weight = lax.optimization_barrier(jnp.exp(z))  # one value for every use, whatever is fused with it
+        weight = lax.optimization_barrier(weights(x, t, top))  # one value for every use, whatever is fused with it
         total = jnp.sum(weight, axis=0)
-        everything = add_up(fixed_point(weight, total))
+        everything = carried(*(jnp.sum(m.T, axis=0, dtype=jnp.int32) for m in fixed_point(weight.T, total)))
 
-    def grouped(a, empty):
-        return jnp.pad(a, ((0, -vocab % noise.GROUP), (0, 0)), constant_values=empty).reshape(-1, noise.GROUP, rows)
+    # The groups with the largest maxima first. NaN has no place in an order, and top_k tells -0.0 from 0.0.
+    maxima = jnp.max(grouped(jnp.where(x == 0.0, 0.0, jnp.where(jnp.isnan(x), -jnp.inf, x)), -jnp.inf), axis=1).T
+    best, chosen = lax.top_k(maxima, min(LEADING, maxima.shape[1]))
+    ids, pick = members(chosen, vocab)
+    mass = None if weight is None else fixed_point(pick(weight, 0.0), total)
+    find = lambda keys, ids, mass, target, p: end_of_prefix(keys, ids, mass, target, vocab)  # noqa: E731
+    leading = search(ordered_keys(pick(x, -jnp.inf)), ids, mass, everything, filters, vocab, find)
+    if best.shape[1] == maxima.shape[1]:
+        return leading
+    fit = fits(best, everything, top, total, t, filters)
 
-    def of_groups(chosen):
-        ids = (noise.GROUP * chosen[:, None] + jnp.arange(noise.GROUP, dtype=jnp.int32)[:, None]).reshape(-1, rows)
-        pick = lambda a: jnp.take_along_axis(a, jnp.minimum(ids, vocab - 1), axis=0)  # noqa: E731
-        picked = jnp.where(ids < vocab, pick(x), -jnp.inf)
-        part = None if weight is None else jnp.where(ids < vocab, pick(weight), 0.0)
-        return search(picked, ids, part, total, everything, filters, vocab)
+    def one_row(row):
+        fit, leading, *of_row = jax.tree.map(lambda a: a[None], row)
+        r, rest = of_row[0][0], of_row[1:]
+        wide = lambda: in_row(lax.dynamic_slice_in_dim(x, r, 1, axis=1).T, *rest)  # noqa: E731
+        return jax.tree.map(lambda a: a[0], lax.cond(fit[0], lambda: leading, wide))
 
-    def first_that_fits(sizes):
-        if not sizes or vocab <= 2 * noise.GROUP * sizes[0]:
-            return search(x, lax.broadcasted_iota(jnp.int32, x.shape, 0), weight, total, everything, filters, vocab)
-        best, chosen = (a.T for a in lax.top_k(maxima.T, sizes[0]))
-        in_these = jnp.all(fits(best, everything, top, total, t, filters))
-        return lax.cond(in_these, lambda: of_groups(chosen), lambda: first_that_fits(sizes[1:]))
+    operands = t, top, total, everything, filters
+    if by_row:  # only the rows that need it are searched again
+        every_row = lambda: lax.map(one_row, (fit, leading, jnp.arange(rows), *operands))  # noqa: E731
+    else:
+        every_row = lambda: jax.tree.map(lambda a, b: jnp.where(fit, a, b), leading, in_row(x.T, *operands))  # noqa: E731
+    return lax.cond(jnp.all(fit), lambda: leading, every_row)
 
-    maxima = jnp.max(grouped(jnp.where(x == 0.0, 0.0, jnp.where(jnp.isnan(x), -jnp.inf, x)), -jnp.inf), axis=1)
-    return first_that_fits(CANDIDATES)
+
+def kept_set(x, t, filters: Filters, *, by_row: bool = False):
+    """bool `[vocab, rows]`: the tokens of the processed logits x that the filters leave; NaN logits stay, to be seen later.
+
+    `by_row`: search row by row where the leading groups do not do, which is better for a CPU.
+    """
+    top = jnp.max(x, axis=0)
+    out = x > -jnp.inf
+    if filters.min_p is not None:
+        z = (x - race.finite_or_zero(top)) * inverse_temperature(t)
+        out &= (filters.min_p <= 0.0) | (z >= jnp.log(filters.min_p))
+    if filters.top_k is not None or filters.top_p is not None:
+        key, last = last_kept(x, t, top, filters, by_row)
+        keys, ids = ordered_keys(x), lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        out &= (keys > key) | ((keys == key) & (ids <= last))
+    return out | jnp.isnan(x)

@@ -4,9 +4,12 @@ Options shared by the functions of this file and of `gumbeljax.scoring`:
 
   temperature: number or `[*batch]`, finite and >= 0. The law is `softmax(l / temperature)`; 0 is greedy for that row
     (so is anything below 2^-100). Traced; rows may differ.
+  top_k, top_p, min_p: number or `[*batch]`, traced: filters on the tempered law, in this order; top_p acts on what top_k left
+    and keeps the token that crosses it; equal logits are kept lowest id first. 0 or -1, 1, and 0 are off.
   valid_vocab: Python int. Ids from it on are padding of the table: never drawn, without mass in any law.
   logit_bias: float `[vocab]` or `[*batch, vocab]`, or a dict from token id to bias, added to the logits.
-  mask: bool `[vocab]` or `[*batch, vocab]`, True for tokens that may be drawn.
+  mask: bool `[vocab]` or `[*batch, vocab]`, True for tokens that may be drawn, or the same packed into uint32 words.
+  processors: `gumbeljax.Processors`, the rare options: penalties, sparse bias, token lists, minimum length.
   vocab_axis: 0 for w `[vocab, d_model]`, 1 for w `[d_model, vocab]`. Both are read in place.
   scale, soft_cap: Python numbers c of the model: `l = soft_cap * tanh(scale * (h @ w.T) / soft_cap)`.
   precision: of float32 products: None or "highest" (float32), "high" (three TF32 products), "default" (one; the
@@ -14,10 +17,10 @@ Options shared by the functions of this file and of `gumbeljax.scoring`:
   implementation: None (chosen for the device), "xla", "triton" or "mosaic"; a named one runs or raises
     NotImplementedError.
 
-Order: `h @ w.T -> scale -> soft_cap -> [model law] -> logit_bias -> mask -> temperature -> [tempered law] -> draw`.
+Order: `h @ w.T -> scale -> soft_cap -> [model law] -> logit_bias -> penalties -> mask -> temperature -> [tempered law] -> top_k
+-> top_p -> min_p -> [processed law] -> draw`.
 
-A row that has no law (everything masked; a NaN or +inf logit; a traced temperature that is NaN, infinite or negative)
-yields token -1 and NaN log-probabilities. No other value outside `[0, vocab)` is ever returned.
+A row that has no law (everything masked; a NaN or +inf logit; a traced number that breaks its rule) yields token -1 and NaN log-probabilities. No other value outside `[0, vocab)` is ever returned.
 """
 
 import functools
@@ -104,7 +107,7 @@ def sample(h: ArrayLike, w: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0
            mask: ArrayLike | None = None, processors: Processors | None = None, vocab_axis: int = 0,
            scale: float | None = None, soft_cap: float | None = None, method: Method = "grouped", mode: Mode | None = None,
            precision: str | jax.lax.Precision | None = None, implementation: str | None = None) -> Array:
-    """Tokens from `softmax((h @ w.T + logit_bias) / temperature)`; the logits are never written to memory.
+    """Tokens from `softmax((h @ w.T + logit_bias) / temperature)`; without filters the logits are never written to memory.
 
     Pathwise exact: a row's token is a function of its logits, its key and its temperature, whatever the
     implementation, tiles, neighbours, slot or batch size (near-ties within the rounding of `h @ w.T` aside).
@@ -164,9 +167,10 @@ def sample_with_log_probs(
     Args: as `sample`.
 
     Returns:
-      `Draw(token, model_log_prob, tempered_log_prob, log_normalizer)`, each of the shape of the tokens, float32 nats:
-      the model's own law (before bias, mask and temperature), the law drawn from, and `T * logsumexp(l / T)` of the
-      latter (logsumexp(l) at T = 1, max(l) at T = 0). NaN where the token is -1.
+      `Draw(token, model_log_prob, tempered_log_prob, processed_log_prob, log_normalizer)`, each of the shape of the tokens,
+      float32 nats: the model's own law; after bias, penalties, mask and temperature; after the filters too, which is the law
+      drawn from; and `T * logsumexp(l / T)` of the tempered law (logsumexp(l) at T = 1, max(l) at T = 0). Its
+      `log_kept_mass` is the log of the share of the tempered law that the filters left. NaN where the token is -1.
 
     Raises: as `sample`.
 

@@ -20,7 +20,8 @@ Options shared by the functions of this file and of `gumbeljax.scoring`:
 Order: `h @ w.T -> scale -> soft_cap -> [model law] -> logit_bias -> penalties -> mask -> temperature -> [tempered law] -> top_k
 -> top_p -> min_p -> [processed law] -> draw`.
 
-A row that has no law (everything masked; a NaN or +inf logit; a traced number that breaks its rule) yields token -1 and NaN log-probabilities. No other value outside `[0, vocab)` is ever returned.
+A row that has no law (everything masked; a NaN or +inf logit; a traced number that breaks its rule) yields token -1 and
+NaN log-probabilities. No other value outside `[0, vocab)` is ever returned.
 """
 
 import functools

@@ -87,7 +87,7 @@ def append(cache: PagedCache, counts: jax.Array) -> PagedCache:
     def copied(slots):
         return slots.at[copies.targets].set(slots[copies.sources], mode="drop")
 
-    return PagedCache(*(tuple(copied(s) for s in side) for side in (cache.keys, cache.values)), pages)
+    return PagedCache(tuple(map(copied, cache.keys)), tuple(map(copied, cache.values)), pages)
 
 
 def truncate(cache: PagedCache, lengths: jax.Array) -> PagedCache:
@@ -130,16 +130,27 @@ def put_back(cache: PagedCache, selected: PagedCache) -> PagedCache:
     return selected._replace(pages=cache.pages)
 
 
-def over_paged(fn: Callable[..., PagedCache], cache: Any, *others: Any) -> Any:
-    """Apply ``fn`` to every ``PagedCache`` in a pytree (and those at the same places in ``others``), to nothing else."""
-    is_paged = lambda x: isinstance(x, PagedCache)  # noqa: E731
-    return jax.tree.map(lambda x, *rest: fn(x, *rest) if is_paged(x) else x, cache, *others, is_leaf=is_paged)
+def _is_paged(x: Any) -> bool:
+    return isinstance(x, PagedCache)
+
+
+def over_paged(fn: Callable[[PagedCache], PagedCache], cache: Any) -> Any:
+    """Apply ``fn`` to every ``PagedCache`` in a pytree, and to nothing else."""
+    return jax.tree.map(lambda x: fn(x) if _is_paged(x) else x, cache, is_leaf=_is_paged)
+
+
+def has_overflowed(cache: Any) -> jax.Array | bool:
+    """``bool[batch]``: a growth of the row was refused in some ``PagedCache`` of the pytree; False without any."""
+    found = False
+    for part in filter(_is_paged, jax.tree.leaves(cache, is_leaf=_is_paged)):
+        found = found | part.pages.has_overflowed
+    return found
 
 
 def check_overflow(cache: Any) -> None:
     """Raise ``ValueError`` if a growth of any row was refused. Reads the device: for the host, between chunks."""
-    for part in jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, PagedCache)):
-        if isinstance(part, PagedCache) and (rows := np.flatnonzero(np.asarray(part.pages.has_overflowed))).size:
+    for part in filter(_is_paged, jax.tree.leaves(cache, is_leaf=_is_paged)):
+        if (rows := np.flatnonzero(np.asarray(part.pages.has_overflowed))).size:
             num_pages, max_blocks = part.pages.ref_counts.shape[0], part.pages.block_tables.shape[1]
             raise ValueError(
                 f"cache must have room for every token, got {num_pages} pages of {part.page_size} slots, at most {max_blocks} "

@@ -28,10 +28,9 @@ def check_sampling(sampling: Mapping[str, Any]) -> None:
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="pad_token")
-def _cut(state: DecodeState, lengths, *, pad_token) -> DecodeState:
-    """End the rows that are longer than ``lengths`` there."""
-    is_cut = state.lengths > lengths
-    lengths = jnp.minimum(lengths, state.lengths)
+def _cut(state: DecodeState, is_cut, lengths, *, pad_token) -> DecodeState:
+    """End the rows where ``is_cut`` after ``lengths`` tokens."""
+    lengths = jnp.where(is_cut, lengths, state.lengths)
     is_kept = jnp.arange(state.tokens.shape[1]) < lengths[:, None]
     kept = jnp.where(is_cut, 0, lengths)
     return state._replace(
@@ -50,16 +49,16 @@ class _Stops:
         self.stop, self.text_fn = stop, text_fn
         self.output = [row[a:b] for row, a, b in zip(np.array(state.tokens), starts, lengths, strict=True)]
 
-    def kept(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """How many of the ``counts`` new tokens of each row stay."""
-        kept = counts.copy()
+    def kept(self, tokens: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """How many of the ``counts`` new tokens of each row stay, and which rows have a stop string now."""
+        kept, is_stopped = counts.copy(), np.zeros(len(counts), bool)
         for i, count in enumerate(counts):
             before = len(self.output[i])
             self.output[i] = np.concatenate([self.output[i], tokens[i, :count]])
             found = find_stop(self.output[i], before, self.stop, self.text_fn) if count else None
             if found is not None:
-                kept[i] = found - before
-        return kept
+                kept[i], is_stopped[i] = found - before, True
+        return kept, is_stopped
 
 
 def resume(
@@ -115,11 +114,13 @@ def resume(
         if chunk.has_overflowed:
             kv_cache.check_overflow(state.cache)
         draws, counts, is_done = jax.tree.map(np.array, chunk.draws), np.array(chunk.counts), bool(chunk.is_done)
-        if stops is not None and np.any((kept := stops.kept(drawn_tokens(draws), counts)) < counts):
-            state = _cut(state, np.array(state.lengths) - counts + kept, pad_token=pad_token)
-            for x in jax.tree.leaves(draws):
-                x[np.arange(num_steps) >= kept[:, None]] = filler(x, pad_token)
-            counts, is_done = kept, bool(np.all(np.asarray(state.is_finished) | (state.lengths >= rules.limits)))
+        if stops is not None:
+            kept, is_stopped = stops.kept(drawn_tokens(draws), counts)
+            if is_stopped.any():
+                state = _cut(state, is_stopped, np.array(state.lengths) - counts + kept, pad_token=pad_token)
+                for x in jax.tree.leaves(draws):
+                    x[np.arange(num_steps) >= kept[:, None]] = filler(x, pad_token)
+                counts, is_done = kept, bool(np.all(np.asarray(state.is_finished) | (state.lengths >= rules.limits)))
         chunks.append(draws)
         if on_chunk_fn is not None:
             on_chunk_fn(drawn_tokens(draws), counts)

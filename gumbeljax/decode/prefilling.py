@@ -64,6 +64,16 @@ def _check_cache(cache: Any, batch: int, max_length: int) -> None:
             )
 
 
+def _checked_lengths(lengths: ArrayLike | None, batch: int, width: int) -> Any:
+    """A host array of int32, or what is being traced."""
+    if lengths is not None and not is_concrete(lengths):
+        return lengths
+    lengths = np.full(batch, width) if lengths is None else np.asarray(lengths)
+    if lengths.shape != (batch,) or not np.all((lengths >= 1) & (lengths <= width)):
+        raise ValueError(f"lengths must be {batch} numbers from 1 to {width}, got {lengths.tolist()}; fix the prompts.")
+    return lengths.astype(np.int32)
+
+
 def common_prefix(prompts: np.ndarray, lengths: np.ndarray) -> int:
     """How many tokens all prompts ``[batch, width]`` share, the last of the shortest one left out.
 
@@ -113,13 +123,7 @@ def prefill(
     if prefill_size is not None and prefill_size < 1:
         raise ValueError(f"prefill_size must be at least 1, got {prefill_size}; leave it out for one pass.")
     _check_cache(cache, batch, max_length)
-    lengths = np.full(batch, width, np.int32) if lengths is None else lengths
-    if is_concrete(lengths):
-        lengths = np.asarray(lengths)  # a host array from here on, else traced
-        if lengths.shape != (batch,) or not np.all((lengths >= 1) & (lengths <= width)):
-            raise ValueError(f"lengths must be {batch} numbers from 1 to {width}, got {lengths.tolist()}; fix the prompts.")
-        lengths = lengths.astype(np.int32)
-
+    lengths = _checked_lengths(lengths, batch, width)
     num_shared = 0
     is_known = isinstance(prompts, np.ndarray) and isinstance(lengths, np.ndarray)
     if shares_prefix and batch > 1 and isinstance(cache, PagedCache) and is_known:

@@ -114,7 +114,8 @@ def test_what_ends_a_request_first_wins():
 
     def run(most, eos_tokens, stop):
         request = Request(prompt, key, most, eos_tokens=eos_tokens, stop=stop)
-        ((tokens, _, reason),) = answers([request], model.init_paged_cache(1, 32), text_fn=text_fn, chunk_size=4)
+        cache = model.init_paged_cache(1, 32)
+        ((tokens, _, reason),) = answers([request], cache, text_fn=text_fn, chunk_size=4, temperature=5.0)
         return tokens.tolist(), reason
 
     whole, _ = run(12, (), ())

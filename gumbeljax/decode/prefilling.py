@@ -123,11 +123,11 @@ def prefill(
     if prefill_size is not None and prefill_size < 1:
         raise ValueError(f"prefill_size must be at least 1, got {prefill_size}; leave it out for one pass.")
     _check_cache(cache, batch, max_length)
-    lengths = _checked_lengths(lengths, batch, width)
+    real = _checked_lengths(lengths, batch, width)
     num_shared = 0
-    is_known = isinstance(prompts, np.ndarray) and isinstance(lengths, np.ndarray)
+    is_known = isinstance(prompts, np.ndarray) and isinstance(real, np.ndarray)
     if shares_prefix and batch > 1 and isinstance(cache, PagedCache) and is_known:
-        num_shared = common_prefix(prompts, lengths) // cache.page_size * cache.page_size
+        num_shared = common_prefix(prompts, real) // cache.page_size * cache.page_size
     size = prefill_size or width
     for start in range(0, num_shared, size):
         count = min(size, num_shared - start)
@@ -135,15 +135,16 @@ def prefill(
         _, cache = extend(decode_fn, params, cache, one, *(jnp.array(x, jnp.int32) for x in (starts, counts, rows)))
     if num_shared:
         cache = _fork(cache, jnp.zeros(batch, jnp.int32))
-    # Two arrays: the next chunk donates both.
-    real, prompt_lengths = (jnp.array(lengths, jnp.int32) for _ in range(2))
     h = jnp.zeros(())  # the first pass makes one for every row: no prompt ends before it
+    size = prefill_size or width - num_shared
     for start in range(num_shared, width, size):
         starts, counts = jnp.minimum(real, start), jnp.clip(real - start, 0, size)
         last, cache = extend(decode_fn, params, cache, _columns(prompts, start, size, size), starts, counts)
         h = last if start == num_shared else jnp.where(counts[:, None] > 0, last, h)
-    tokens = _start(prompts, lengths, max_length=max_length, pad_token=pad_token)
-    return DecodeState(tokens, real, prompt_lengths, jnp.zeros(batch, bool), h, cache)
+    tokens = _start(prompts, real, max_length=max_length, pad_token=pad_token)
+    # Two arrays: the next chunk donates both.
+    now, at_start = (jnp.array(real, jnp.int32) for _ in range(2))
+    return DecodeState(tokens, now, at_start, jnp.zeros(batch, bool), h, cache)
 
 
 _fork = jax.jit(kv_cache.fork, donate_argnums=0)

@@ -170,8 +170,7 @@ def generate(
       key: one key (row ``i`` gets ``fold_in(key, i)``) or an array of ``batch`` request keys.
       lengths: ``int32[batch]``, real tokens of each prompt; default ``width`` for all.
       max_new_tokens: most tokens to draw, one number or one per row.
-      min_new_tokens: no end token before so many tokens of output, one number or one per row (0). Its trace passes
-        ``sample_fn`` a mask over the vocabulary.
+      min_new_tokens: no end token before so many tokens of output, one number or one per row (0).
       eos_tokens: ids that end a row, ``[n]``, or ``[batch, n]`` padded with -2; the id itself is kept.
       stop: strings that end a row; the tokens that spell the first of them are kept. Looked for between chunks.
       text_fn: tokens to text, needed for ``stop``: ``tokenizer.decode``.
@@ -184,7 +183,8 @@ def generate(
         ``gumbeljax.sample_with_log_probs`` returns; all of it comes back as ``draws``. Default ``gumbeljax.sample``. Give a
         ``functools.partial`` for options fixed when traced, and keep it between calls.
       options_fn: ``DecodeState -> mapping`` of more options, called in every step while tracing: penalties, constraints.
-      any other option: goes to ``sample_fn`` in every step, a number or one per row: ``temperature``, ``top_k``, ...
+      any other option: goes to ``sample_fn`` in every step, a number or one per row: ``temperature``, ``top_k``, ... Those of
+        ``gumbeljax.Processors``, such as ``repetition_penalty``, may be given by name; the loop counts tokens for them.
 
     A row ends at the first token for which one of these holds: it is an end token, its text holds a stop string, the row has
     its most tokens, or the row has no law (token -1). What was drawn after that in the same chunk is dropped. Only rows

@@ -77,6 +77,11 @@ class _Rows:
                     f"sampling of request {index} must name options that serve has a default for, got {name!r}; "
                     f"pass serve(..., {name}=the value that other requests shall have)."
                 )
+            if (shape := np.shape(request.sampling[name])) != self.defaults[name].shape:
+                raise ValueError(
+                    f"{name} of request {index} must have the shape of its default, {self.defaults[name].shape}, got {shape}; "
+                    "pad it."
+                )
 
     def house(self) -> House:
         free_rows = [i for i, seated in enumerate(self.seats) if seated is None]

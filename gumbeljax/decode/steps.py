@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from gumbeljax import kv_cache
 from gumbeljax._typing import Key
 from gumbeljax.decode.state import DecodeState, drawn_tokens, filler, request_keys
+from gumbeljax.processing import Processors, TokenCounts, occurrences
 from gumbeljax.sampling import sample
 
 
@@ -40,22 +41,34 @@ def steps_per_chunk(max_new_tokens: int, chunk_size: int) -> int:
     return -(-max_new_tokens // num_chunks) if num_chunks else 0
 
 
-def _without_ends(mask, lengths, rules: Rules, vocab: int):
-    """The sampling mask, with the end tokens of rows that are too short to end taken out."""
-    batch = lengths.shape[0]
-    ends = jnp.broadcast_to(rules.eos_tokens, (batch, rules.eos_tokens.shape[-1]))
-    ends = jnp.where(ends < 0, vocab, ends)
-    is_end = jnp.zeros((batch, vocab), bool).at[jnp.arange(batch)[:, None], ends].set(True, mode="drop")
-    allowed = ~(is_end & (lengths < rules.min_lengths)[:, None])
-    return allowed if mask is None else allowed & mask
+def _counts(state: DecodeState, vocab: int) -> TokenCounts:
+    """What each row has seen, from its text: nothing to carry, nothing to fork."""
+    at, shape = jnp.arange(state.tokens.shape[1]), (state.tokens.shape[0], vocab)
+    is_prompt, is_real = at < state.prompt_lengths[:, None], at < state.lengths[:, None]
+    in_prompt = occurrences(jnp.where(is_prompt, state.tokens, -1), shape) > 0
+    return TokenCounts(in_prompt, occurrences(jnp.where(is_real & ~is_prompt, state.tokens, -1), shape))
+
+
+def _options(state: DecodeState, rules: Rules, sampling, w, sample_fn) -> dict[str, Any]:
+    """Keyword options of ``sample_fn``: those of ``Processors`` are collected, and filled with what the loop knows."""
+    options = dict(sampling)
+    rare = {name: options.pop(name) for name in Processors._fields if name in options}
+    if rules.min_lengths is not None:
+        rare |= {"end_tokens": rules.eos_tokens, "min_new_tokens": rules.min_lengths, "num_new_tokens": state.lengths}
+    processors = (options.get("processors") or Processors())._replace(**rare)
+    penalties = (processors.repetition_penalty, processors.presence_penalty, processors.frequency_penalty)
+    if processors.counts is None and any(penalty is not None for penalty in penalties):
+        vocab = w.shape[getattr(sample_fn, "keywords", {}).get("vocab_axis", 0)]
+        processors = processors._replace(counts=_counts(state, vocab))
+    if any(value is not None for value in processors):
+        options["processors"] = processors
+    return options
 
 
 def _step(decode_fn, params, w, state: DecodeState, keys, rules: Rules, sampling, *, pad_token, sample_fn, options_fn):
     is_active = ~state.is_finished & (state.lengths < rules.limits)
-    options = dict(sampling) if options_fn is None else {**sampling, **options_fn(state)}
-    if rules.min_lengths is not None:
-        vocab = w.shape[getattr(sample_fn, "keywords", {}).get("vocab_axis", 0)]
-        options["mask"] = _without_ends(options.get("mask"), state.lengths, rules, vocab)
+    sampling = sampling if options_fn is None else {**sampling, **options_fn(state)}
+    options = _options(state, rules, sampling, w, sample_fn)
     draws = sample_fn(state.h, w, jax.vmap(jax.random.fold_in)(keys, state.lengths), **options)
     drawn = drawn_tokens(draws)
     rows = jnp.arange(drawn.shape[0])

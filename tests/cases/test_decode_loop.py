@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gumbeljax import greedy, sample_with_log_probs
+from gumbeljax import greedy, sample, sample_with_log_probs
 from gumbeljax.decode import decode_steps, generate, prefill
+from gumbeljax.processing import Processors, count_tokens
 
 VOCAB, EOS = 32, 9
 
@@ -30,6 +31,46 @@ def test_an_end_token_that_the_mask_forbids_is_never_drawn():
     )
     assert (out.num_tokens == 100).all()
     assert not (out.tokens == EOS).any()
+
+
+def test_an_end_token_outside_the_top_k_is_never_drawn():
+    """CASES K-5: EOS ranked 20th, top_k = 5, 5000 draws; with the filter off it is drawn."""
+    decode_fn, params, w = toy(np.tile(-0.05 * ((np.arange(VOCAB) - EOS + 19) % VOCAB), (VOCAB, 1)))
+    prompts, top_k = np.ones((50, 1), int), np.full(50, 5)
+    for off, is_drawn in ((5, False), (0, True)):
+        out = generate(
+            decode_fn, params, w, prompts, (), jax.random.key(0), max_new_tokens=100, eos_tokens=(EOS,),
+            top_k=np.where(np.arange(50) == 7, off, top_k),
+        )  # fmt: skip
+        assert bool((out.tokens == EOS).any()) == is_drawn
+        assert (out.num_tokens[:7] == 100).all() and (out.num_tokens[8:] == 100).all()
+
+
+def test_penalties_see_the_text_so_far():
+    """Prompt and output for repetition, output alone for presence and frequency; against draws one by one."""
+    logits = np.random.default_rng(1).normal(size=(VOCAB, VOCAB))
+    decode_fn, params, w = toy(logits)
+    prompts, lengths, keys = np.array([[1, 2, 3], [4, 0, 0]]), [3, 1], jax.random.split(jax.random.key(2), 2)
+    penalties = {
+        "repetition_penalty": np.array([1.3, 1.0], np.float32),
+        "presence_penalty": np.array([0.0, 1.5], np.float32),
+        "frequency_penalty": 0.5,
+    }
+    out = generate(
+        decode_fn, params, w, prompts, (), keys, lengths=lengths, max_new_tokens=15, chunk_size=4, temperature=0.8, **penalties
+    )
+    for i in range(2):
+        text = prompts[i, : lengths[i]].tolist()
+        counts = count_tokens(jnp.array([text]), VOCAB)
+        own = {name: value if np.ndim(value) == 0 else value[i] for name, value in penalties.items()}
+        for _ in range(15):
+            token = sample(
+                params[jnp.array(text[-1:])], w, jax.random.fold_in(keys[i], len(text))[None], temperature=0.8,
+                processors=Processors(counts=counts, **own),
+            )  # fmt: skip
+            text.append(int(token[0]))
+            counts = counts.add(token)
+        assert out.state.tokens[i, : len(text)].tolist() == text
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

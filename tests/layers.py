@@ -50,6 +50,8 @@ LAYERS: dict[str, int] = {
     "gumbeljax.models": 5,
     "gumbeljax.models.*": 5,
     "gumbeljax": 6,
+    "gumbeljax.cli": 7,
+    "gumbeljax.cli.*": 7,
     "gumbeljax.__main__": 7,
 }
 
@@ -59,6 +61,7 @@ OUTSIDE: dict[str, frozenset[str]] = {
     "gumbeljax.nnx": frozenset({"jax", "numpy", "flax"}),
     "gumbeljax.models*": frozenset({"jax", "numpy", "flax", "tokenizers", "gguf", "safetensors"}),
     "gumbeljax.__main__": frozenset({"jax", "numpy", "rich"}),
+    "gumbeljax.cli*": frozenset({"jax", "numpy", "rich", "flax", "matplotlib"}),
     "gumbeljax._typing": frozenset({"jax", "numpy", "jaxtyping"}),
     "gumbeljax*": frozenset({"jax", "numpy"}),
 }

@@ -114,9 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: {str(error).rstrip('.')}.", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
+        name = (error.name or "").split(".")[0]
         print(
-            f"{parser.prog}: the command line must have the package {(error.name or '').split('.')[0]}, got none; "
-            "run pip install 'gumbeljax[models,plot]'.",
+            f"{parser.prog}: the command line must have the package {name}, got none; "
+            f"run pip install 'gumbeljax[{'plot' if name == 'matplotlib' else 'models'}]'.",
             file=sys.stderr,
         )
         return 2

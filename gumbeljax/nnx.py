@@ -1,4 +1,4 @@
-"""A Flax NNX module that draws tokens with the random streams NNX users already have."""
+"""Flax NNX: a module that draws tokens with the random streams its users have, and modules as models of decode loops."""
 
 from flax import nnx
 
@@ -33,3 +33,32 @@ class Sampler(nnx.Module):
     def __call__(self, h: ArrayLike, w: ArrayLike, **options) -> Array:
         """Tokens ``[*batch]`` of ``h [*batch, d_model]`` and ``w [vocab, d_model]``; options win over the module's."""
         return sample(h, w, self.rngs.sample(), **{**self.options, **options})
+
+
+class DecodeFn:
+    """The pure form of a module: ``(params, tokens, positions, cache) -> (h, cache)``; equal modules compare equal."""
+
+    def __init__(self, graphdef: nnx.GraphDef):
+        self.graphdef = graphdef
+
+    def __call__(self, params, tokens, positions, cache):
+        # Copied: in the body of a loop these variables belong to an outer trace, and a transform of the module's own
+        # (nnx.remat, nnx.scan over layers) may not update those.
+        return nnx.merge(self.graphdef, params, copy=True)(tokens, positions, cache)
+
+    def __eq__(self, other):
+        return isinstance(other, DecodeFn) and self.graphdef == other.graphdef
+
+    def __hash__(self):
+        return hash(self.graphdef)
+
+
+def as_decode_fn(model: nnx.Module) -> tuple[DecodeFn, nnx.State]:
+    """Split an NNX module into the callable and the parameters that ``gumbeljax.decode`` takes.
+
+    The module's ``__call__`` is ``(tokens int32[batch, seq], positions int32[batch, seq], cache) -> (h, cache)`` with
+    ``h [batch, seq, d_model]``; ``gumbeljax.kv_cache`` has caches and attention over them, ``examples/own_model.py`` a
+    whole model. The parameters go through ``jit`` as arguments: constants closed over would be folded at compile time.
+    """
+    graphdef, params = nnx.split(model)
+    return DecodeFn(graphdef), params

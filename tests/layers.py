@@ -27,6 +27,7 @@ LAYERS: dict[str, int] = {
     "gumbeljax.groups": 2,
     "gumbeljax.relaxation": 2,
     "gumbeljax.kv_cache": 2,
+    "gumbeljax.kv_cache.*": 2,
     "gumbeljax.bandit": 2,
     "gumbeljax.bandit.*": 2,
     "gumbeljax.reference": 2,
@@ -44,10 +45,13 @@ LAYERS: dict[str, int] = {
     "gumbeljax.smc": 4,
     "gumbeljax.smc.speculative": 4,
     "gumbeljax.decode": 5,
+    "gumbeljax.decode.*": 5,
     "gumbeljax.nnx": 5,
     "gumbeljax.models": 5,
     "gumbeljax.models.*": 5,
     "gumbeljax": 6,
+    "gumbeljax.cli": 7,
+    "gumbeljax.cli.*": 7,
     "gumbeljax.__main__": 7,
 }
 
@@ -57,6 +61,7 @@ OUTSIDE: dict[str, frozenset[str]] = {
     "gumbeljax.nnx": frozenset({"jax", "numpy", "flax"}),
     "gumbeljax.models*": frozenset({"jax", "numpy", "flax", "tokenizers", "gguf", "safetensors"}),
     "gumbeljax.__main__": frozenset({"jax", "numpy", "rich"}),
+    "gumbeljax.cli*": frozenset({"jax", "numpy", "rich", "flax", "matplotlib"}),
     "gumbeljax._typing": frozenset({"jax", "numpy", "jaxtyping"}),
     "gumbeljax*": frozenset({"jax", "numpy"}),
 }

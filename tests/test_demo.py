@@ -1,4 +1,4 @@
-"""The demo as `make demo` runs it, with a short answer."""
+"""The demo as `make demo` runs it, with a short answer, and the example of a model of one's own."""
 
 import importlib.util
 import os
@@ -19,3 +19,10 @@ def test_demo_passes_its_own_checks():
                          capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "FAIL" not in run.stdout and "of 44 token comparisons agree" in run.stdout
+
+
+def test_a_model_of_ones_own():
+    run = subprocess.run([sys.executable, ROOT / "examples" / "own_model.py"], env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                         capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "PASS" in run.stdout and "2000 rows share 1 page" in run.stdout

@@ -9,7 +9,7 @@ from flax import nnx
 
 import gumbeljax
 from gumbeljax.decode import decode_steps, prefill
-from gumbeljax.kv_cache import ContiguousCache, causal_mask
+from gumbeljax.kv_cache import ContiguousCache, locate
 from gumbeljax.models import LlamaConfig, as_decode_fn
 from gumbeljax.models.config import rope_frequencies
 from gumbeljax.models.llama import Block
@@ -107,7 +107,7 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens, positions, cache):
         angles = positions[..., None] * jnp.array(rope_frequencies(CONFIG))
-        shared = (jnp.cos(angles), jnp.sin(angles)), causal_mask(positions, LENGTH), positions
+        shared = (jnp.cos(angles), jnp.sin(angles)), locate(cache, positions)
         x = self.embed(tokens)
         if self.form == "scan":
 

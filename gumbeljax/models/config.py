@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+FAMILIES = {f"{name}ForCausalLM": name.lower() for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 
 
 class LlamaConfig(NamedTuple):
@@ -24,6 +24,7 @@ class LlamaConfig(NamedTuple):
     has_qk_norm: bool = False  # Qwen3
     is_tied: bool = True  # the head is the embedding table
     max_positions: int = 8192
+    windows: tuple[int | None, ...] | None = None  # per layer: attention sees the last so many positions; None: all
 
 
 def rope_frequencies(config: LlamaConfig) -> tuple[float, ...]:
@@ -75,13 +76,12 @@ def from_hf(fields: Mapping[str, Any], source: str = "config.json") -> LlamaConf
         "hidden_act": fields.get("hidden_act", "silu") != "silu",
         "mlp_bias": bool(fields.get("mlp_bias")),
         "attention_bias": bool(fields.get("attention_bias")),
-        "use_sliding_window": bool(fields.get("use_sliding_window")),
     }
     for name, is_refused in refused.items():
         if is_refused:
             raise ValueError(
                 f"{name} in {source} must be its plain Llama value, got {fields[name]!r}; "
-                "this decoder has silu, no MLP or output bias and full attention, so use another checkpoint."
+                "this decoder has silu and no MLP or output bias, so use another checkpoint."
             )
     # transformers 5 writes rope_parameters; older files have rope_theta and rope_scaling.
     rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
@@ -101,7 +101,18 @@ def from_hf(fields: Mapping[str, Any], source: str = "config.json") -> LlamaConf
         has_qk_norm=family == "qwen3",
         is_tied=bool(fields.get("tie_word_embeddings", False)),
         max_positions=fields.get("max_position_embeddings", 8192),
+        windows=_hf_windows(fields, family),
     )
+
+
+def _hf_windows(fields: Mapping[str, Any], family: str) -> tuple[int | None, ...] | None:
+    """Sliding windows by layer. Mistral slides in every layer; the Qwens only when told to, from ``max_window_layers`` on."""
+    window, num_layers = fields.get("sliding_window"), fields["num_hidden_layers"]
+    if window is None or family == "llama" or (family != "mistral" and not fields.get("use_sliding_window")):
+        return None
+    first = 0 if family == "mistral" else fields.get("max_window_layers", num_layers)
+    kinds = fields.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _hf_divisors(rope: Mapping[str, Any], head_dim: int, theta: float, source: str) -> tuple[float, ...] | None:

@@ -6,12 +6,27 @@ every layer's weights each step and is several times slower. Kernels are stored 
 ``(out, in)`` at batch 1, a quarter faster at batch 8.
 """
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from gumbeljax.kv_cache import ContiguousCache, causal_mask, init_contiguous, write
+from gumbeljax.kv_cache import (
+    ContiguousCache,
+    PagedCache,
+    attend,
+    init_contiguous,
+    init_paged,
+    locate,
+    write,
+)
 from gumbeljax.models.config import LlamaConfig, rope_frequencies
+from gumbeljax.nnx import DecodeFn, as_decode_fn
+
+__all__ = ["DecodeFn", "Llama", "as_decode_fn"]
+
+Cache = TypeVar("Cache", ContiguousCache, PagedCache)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -33,8 +48,8 @@ def _norm(size: int, config: LlamaConfig, dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
 class Attention(nnx.Module):
     """Causal attention with grouped key-value heads over the slots of a cache."""
 
-    def __init__(self, config: LlamaConfig, dtype, *, rngs: nnx.Rngs):
-        self.head_dim = config.head_dim
+    def __init__(self, config: LlamaConfig, dtype, *, window: int | None = None, rngs: nnx.Rngs):
+        self.head_dim, self.window = config.head_dim, window
         d_q, d_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = _linear(config.d_model, d_q, dtype, rngs, config.has_qkv_bias)
         self.k_proj = _linear(config.d_model, d_kv, dtype, rngs, config.has_qkv_bias)
@@ -45,14 +60,13 @@ class Attention(nnx.Module):
             self.q_norm = _norm(config.head_dim, config, dtype, rngs)
             self.k_norm = _norm(config.head_dim, config, dtype, rngs)
 
-    def __call__(self, x, rope, mask, positions, keys, values):
+    def __call__(self, x, rope, slots, keys, values):
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (project(x).reshape(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.has_qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        keys = write(keys, rotate(k, *rope), positions)
-        values = write(values, v, positions)
-        out = jax.nn.dot_product_attention(rotate(q, *rope), keys.astype(q.dtype), values.astype(q.dtype), mask=mask[:, None])
+        keys, values = write(keys, rotate(k, *rope), slots), write(values, v, slots)
+        out = attend(rotate(q, *rope), keys, values, slots, window=self.window)
         return self.o_proj(out.reshape(*x.shape[:2], -1)), keys, values
 
 
@@ -71,14 +85,14 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One layer: attention and MLP, each behind a norm and around a residual."""
 
-    def __init__(self, config: LlamaConfig, dtype, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, dtype, *, window: int | None = None, rngs: nnx.Rngs):
         self.input_layernorm = _norm(config.d_model, config, dtype, rngs)
-        self.self_attn = Attention(config, dtype, rngs=rngs)
+        self.self_attn = Attention(config, dtype, window=window, rngs=rngs)
         self.post_attention_layernorm = _norm(config.d_model, config, dtype, rngs)
         self.mlp = MLP(config, dtype, rngs=rngs)
 
-    def __call__(self, x, rope, mask, positions, keys, values):
-        out, keys, values = self.self_attn(self.input_layernorm(x), rope, mask, positions, keys, values)
+    def __call__(self, x, rope, slots, keys, values):
+        out, keys, values = self.self_attn(self.input_layernorm(x), rope, slots, keys, values)
         x = x + out
         return x + self.mlp(self.post_attention_layernorm(x)), keys, values
 
@@ -87,7 +101,8 @@ class Llama(nnx.Module):
     """Token ids to hidden states; the head is left to ``gumbeljax.sample``.
 
     ``model(tokens, positions, cache) -> (h, cache)`` with ``tokens`` and ``positions`` ``int32[batch, seq]``, a
-    ``ContiguousCache`` and ``h [batch, seq, d_model]``, the output of the final norm. ``model.head()`` is ``w``.
+    ``ContiguousCache`` or a ``PagedCache`` with room for them, and ``h [batch, seq, d_model]``, the output of the final
+    norm. ``model.head()`` is ``w``.
 
     >>> config = LlamaConfig(vocab=32, d_model=8, d_ff=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4)
     >>> model = Llama(config, rngs=nnx.Rngs(0))
@@ -101,22 +116,24 @@ class Llama(nnx.Module):
         self.config = config
         self.dtype = dtype
         self.embed_tokens = nnx.Embed(config.vocab, config.d_model, dtype=dtype, param_dtype=dtype, rngs=rngs)
-        self.layers = nnx.List([Block(config, dtype, rngs=rngs) for _ in range(config.num_layers)])
+        windows = config.windows or (None,) * config.num_layers
+        self.layers = nnx.List([Block(config, dtype, window=window, rngs=rngs) for window in windows])
         self.norm = _norm(config.d_model, config, dtype, rngs)
         if not config.is_tied:
             # [vocab, d_model], as the checkpoint stores it and as the sampler reads it.
             self.lm_head = nnx.Embed(config.vocab, config.d_model, dtype=dtype, param_dtype=dtype, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, cache: ContiguousCache) -> tuple[jax.Array, ContiguousCache]:
+    def __call__(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rope_frequencies(self.config), jnp.float32)
         rope = jnp.cos(angles), jnp.sin(angles)
-        mask = causal_mask(positions, cache.keys[0].shape[1])
+        slots = locate(cache, positions)
         x = self.embed_tokens(tokens)
-        slots = []
+        sides = []
         for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
-            x, keys, values = layer(x, rope, mask, positions, keys, values)
-            slots.append((keys, values))
-        return self.norm(x), ContiguousCache(*(tuple(s) for s in zip(*slots, strict=True)))
+            x, keys, values = layer(x, rope, slots, keys, values)
+            sides.append((keys, values))
+        keys, values = zip(*sides, strict=True)
+        return self.norm(x), cache._replace(keys=keys, values=values)
 
     def head(self) -> jax.Array:
         """The head ``w [vocab, d_model]``: the embedding table itself when the checkpoint ties them."""
@@ -127,29 +144,12 @@ class Llama(nnx.Module):
         config = self.config
         return init_contiguous(config.num_layers, batch, max_length, config.num_kv_heads, config.head_dim, self.dtype)
 
-
-class DecodeFn:
-    """The pure form of a module: ``(params, tokens, positions, cache) -> (h, cache)``; equal modules compare equal."""
-
-    def __init__(self, graphdef: nnx.GraphDef):
-        self.graphdef = graphdef
-
-    def __call__(self, params, tokens, positions, cache):
-        # Copied: in the body of a loop these variables belong to an outer trace, and a transform of the module's own
-        # (nnx.remat, nnx.scan over layers) may not update those.
-        return nnx.merge(self.graphdef, params, copy=True)(tokens, positions, cache)
-
-    def __eq__(self, other):
-        return isinstance(other, DecodeFn) and self.graphdef == other.graphdef
-
-    def __hash__(self):
-        return hash(self.graphdef)
-
-
-def as_decode_fn(model: nnx.Module) -> tuple[DecodeFn, nnx.State]:
-    """Split an NNX module into the callable and the parameters that ``gumbeljax.decode`` takes.
-
-    The parameters go through ``jit`` as arguments: constants closed over would be folded at compile time.
-    """
-    graphdef, params = nnx.split(model)
-    return DecodeFn(graphdef), params
+    def init_paged_cache(
+        self, batch: int, max_length: int, *, page_size: int = 16, num_pages: int | None = None
+    ) -> PagedCache:
+        """An empty paged cache for ``batch`` rows of at most ``max_length`` tokens each; see ``kv_cache.init_paged``."""
+        config = self.config
+        return init_paged(
+            config.num_layers, batch, max_length, config.num_kv_heads, config.head_dim, self.dtype,
+            page_size=page_size, num_pages=num_pages,
+        )  # fmt: skip

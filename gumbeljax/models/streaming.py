@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,10 +42,10 @@ def stream_answer(
     prompt_tokens: Sequence[int],
     key: jax.Array,
     *,
-    temperature: float = 1.0,
     max_new_tokens: int = 256,
     write_fn: Callable[[str], object],
     chunk_size: int = 8,
+    **sampling: Any,
 ) -> Answer:
     """Continue a prompt with ``gumbeljax.decode``; every token is drawn by ``gumbeljax.sample``.
 
@@ -53,10 +53,10 @@ def stream_answer(
       loaded: what ``gumbeljax.models.load`` returned.
       prompt_tokens: token ids of the prompt, at least one.
       key: the request key; the token at absolute position ``p`` is drawn with ``fold_in(key, p)``.
-      temperature: 0 means greedy.
       max_new_tokens: most tokens to draw.
       write_fn: called with each new piece of text.
       chunk_size: tokens per piece.
+      sampling: ``temperature`` and other options of the draw, see ``gumbeljax.decode.generate``.
 
     Raises:
       ValueError: an empty prompt, or one that with ``max_new_tokens`` exceeds the model's context.
@@ -83,9 +83,10 @@ def stream_answer(
 
     def go_on(state, num_tokens, on_chunk_fn):
         return resume(
-            recorder, params, w, state, key[None], max_new_tokens=num_tokens, temperature=temperature,
+            recorder, params, w, state, key[None], max_new_tokens=num_tokens,
             eos_tokens=tokenizer.eos_tokens, pad_token=tokenizer.eos_tokens[0] if tokenizer.eos_tokens else 0,
             chunk_size=chunk_size, on_chunk_fn=on_chunk_fn, sample_fn=sample_fn,
+            **sampling,
         )  # fmt: skip
 
     times = [time.perf_counter()]

@@ -18,6 +18,8 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -107,6 +109,11 @@ def main() -> None:
     models = {
         "tiny_llama": (LlamaForCausalLM, LlamaConfig(**TINY, tie_word_embeddings=True, rope_parameters=plain)),
         "tiny_llama3": (LlamaForCausalLM, LlamaConfig(**TINY, tie_word_embeddings=False, rope_parameters=llama3)),
+        "tiny_mistral": (MistralForCausalLM, MistralConfig(**TINY, sliding_window=9, rope_parameters=plain)),
+        "tiny_qwen2_window": (
+            Qwen2ForCausalLM,
+            Qwen2Config(**TINY, use_sliding_window=True, sliding_window=7, max_window_layers=1, rope_parameters=plain),
+        ),
         "tiny_qwen2": (Qwen2ForCausalLM, Qwen2Config(**TINY, tie_word_embeddings=False, rope_parameters=plain)),
         "tiny_qwen3": (
             Qwen3ForCausalLM,

@@ -14,6 +14,7 @@ from gumbeljax.models.gguf import gguf_name
 
 FOLDER = Path(__file__).parents[1] / "golden"
 TINY = ("tiny_llama", "tiny_llama3", "tiny_qwen2", "tiny_qwen3")
+WINDOWED = ("tiny_mistral", "tiny_qwen2_window")  # sliding attention in every layer, and in the second alone
 
 
 class Tiny(NamedTuple):

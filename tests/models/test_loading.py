@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gumbeljax import models
+from gumbeljax import kv_cache, models
 from gumbeljax.models import config as configs
-from tests.models.golden import TINY, read_tiny, write_folder, write_gguf
+from tests.models.golden import TINY, WINDOWED, read_tiny, write_folder, write_gguf
 
 
 def logits_of(model, tokens):
@@ -20,7 +20,7 @@ def logits_of(model, tokens):
     return np.asarray(h @ model.head().T)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", TINY + WINDOWED)
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_folder_computes_what_transformers_computes(name, num_shards, tmp_path):
     tiny = read_tiny(name)
@@ -45,6 +45,9 @@ def test_gguf_computes_what_transformers_computes(name, tmp_path):
         ("tiny_llama3", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
         ("tiny_llama", {"rms_norm_eps": 0.1}),
         ("tiny_qwen2", {"architectures": ["LlamaForCausalLM"]}),
+        ("tiny_mistral", {"sliding_window": 10}),
+        ("tiny_mistral", {"sliding_window": None}),
+        ("tiny_qwen2_window", {"layer_types": None, "max_window_layers": 0}),
         ("tiny_qwen3", {"architectures": ["LlamaForCausalLM"]}),
     ],
 )
@@ -75,29 +78,36 @@ def test_bfloat16_checkpoint_and_dtype(tmp_path):
 
 
 def test_prefill_with_a_cache_is_the_full_pass():
-    """CASES J-7: whole, in chunks of 5 + 5 + 3, one token at a time."""
+    """CASES J-7: whole, in chunks of 5 + 5 + 3, one token at a time; contiguous and in pages."""
     from flax import nnx
 
-    config = models.LlamaConfig(vocab=64, d_model=32, d_ff=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
+    config = models.LlamaConfig(
+        vocab=64, d_model=32, d_ff=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, windows=(None, 6)
+    )
     model = models.Llama(config, rngs=nnx.Rngs(1))
     decode_fn, params = models.as_decode_fn(model)
-    step = jax.jit(decode_fn)
+    step, append = jax.jit(decode_fn), jax.jit(kv_cache.append)
     tokens = jax.random.randint(jax.random.key(3), (2, 13), 0, 64)
 
-    def chunked(sizes):
-        cache, parts, start = model.init_cache(2, 16), [], 0
+    def chunked(sizes, cache):
+        parts, start = [], 0
         for size in sizes:
             positions = jnp.broadcast_to(jnp.arange(start, start + size), (2, size))
+            if isinstance(cache, kv_cache.PagedCache):
+                cache = append(cache, jnp.array([size, size]))
             h, cache = step(params, tokens[:, start : start + size], positions, cache)
             parts.append(h)
             start += size
         return jnp.concatenate(parts, axis=1)
 
-    whole = chunked([13])
+    whole = chunked([13], model.init_cache(2, 16))
     # Causal: the first five positions alone give the same.
-    np.testing.assert_allclose(chunked([5]), whole[:, :5], atol=1e-5)
-    np.testing.assert_allclose(chunked([5, 5, 3]), whole, atol=1e-5)
-    np.testing.assert_allclose(chunked([1] * 13), whole, atol=1e-5)
+    np.testing.assert_allclose(chunked([5], model.init_cache(2, 16)), whole[:, :5], atol=1e-5)
+    for sizes in ([13], [5, 5, 3], [1] * 13):
+        np.testing.assert_allclose(chunked(sizes, model.init_cache(2, 16)), whole, atol=1e-5)
+        for page_size in (1, 4, 64) if sizes == [5, 5, 3] else (4,):
+            paged = model.init_paged_cache(2, 16, page_size=page_size)
+            np.testing.assert_allclose(chunked(sizes, paged), whole, atol=1e-5)
 
 
 def one_sentence(error) -> str:
@@ -113,7 +123,6 @@ def one_sentence(error) -> str:
         ({"hidden_act": "gelu"}, "hidden_act .* got 'gelu'"),
         ({"attention_bias": True}, "attention_bias .* got True"),
         ({"mlp_bias": True}, "mlp_bias .* got True"),
-        ({"use_sliding_window": True}, "use_sliding_window .* got True"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type .* got 'yarn'"),
         ({"intermediate_size": 64}, r"tensor model.layers.0.mlp.down_proj.weight must have shape \(64, 32\)"),
         ({"tie_word_embeddings": False}, "tensor lm_head.weight must be in"),

@@ -9,7 +9,7 @@ import pytest
 from gumbeljax.__main__ import build_parser, main
 from tests.models.golden import read_tiny, smollm2_path, write_folder, write_gguf
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

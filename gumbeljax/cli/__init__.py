@@ -1,0 +1,1 @@
+"""The commands behind ``gumbeljax``, one file each."""

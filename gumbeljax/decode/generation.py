@@ -1,0 +1,205 @@
+"""A batch of prompts from start to end."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gumbeljax import kv_cache
+from gumbeljax._typing import ArrayLike, Key
+from gumbeljax.decode.prefilling import prefill
+from gumbeljax.decode.state import DecodeState, Generation, drawn_tokens, filler, request_keys
+from gumbeljax.decode.steps import Rules, run_chunk, steps_per_chunk
+from gumbeljax.decode.stops import find_stop
+from gumbeljax.sampling import sample
+
+
+def check_sampling(sampling: Mapping[str, Any]) -> None:
+    """Options that no trace can carry get a sentence, not an error from deep inside."""
+    for name, value in sampling.items():
+        if isinstance(value, str | bool):
+            raise TypeError(
+                f"{name} must be a number or an array, since options of the loop are traced, got {value!r}; "
+                f"pass sample_fn=functools.partial(gumbeljax.sample, {name}={value!r})."
+            )
+
+
+@partial(jax.jit, donate_argnums=0, static_argnames="pad_token")
+def _cut(state: DecodeState, is_cut, lengths, *, pad_token) -> DecodeState:
+    """End the rows where ``is_cut`` after ``lengths`` tokens."""
+    lengths = jnp.where(is_cut, lengths, state.lengths)
+    is_kept = jnp.arange(state.tokens.shape[1]) < lengths[:, None]
+    kept = jnp.where(is_cut, 0, lengths)
+    return state._replace(
+        tokens=jnp.where(is_kept, state.tokens, pad_token),
+        lengths=lengths,
+        is_finished=state.is_finished | is_cut,
+        cache=kv_cache.over_paged(lambda cache: kv_cache.truncate(cache, kept), state.cache),
+    )
+
+
+class _Stops:
+    """Where rows end by a stop string: what they have put out so far, as the host knows it."""
+
+    def __init__(self, state: DecodeState, stop: Sequence[str], text_fn: Callable[[Sequence[int]], str]):
+        starts, lengths = np.array(state.prompt_lengths), np.array(state.lengths)
+        self.stop, self.text_fn = stop, text_fn
+        self.output = [row[a:b] for row, a, b in zip(np.array(state.tokens), starts, lengths, strict=True)]
+
+    def kept(self, tokens: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """How many of the ``counts`` new tokens of each row stay, and which rows have a stop string now."""
+        kept, is_stopped = counts.copy(), np.zeros(len(counts), bool)
+        for i, count in enumerate(counts):
+            before = len(self.output[i])
+            self.output[i] = np.concatenate([self.output[i], tokens[i, :count]])
+            found = find_stop(self.output[i], before, self.stop, self.text_fn) if count else None
+            if found is not None:
+                kept[i], is_stopped[i] = found - before, True
+        return kept, is_stopped
+
+
+def resume(
+    decode_fn: Callable,
+    params: Any,
+    w: Any,
+    state: DecodeState,
+    key: Key,
+    *,
+    max_new_tokens: int | Sequence[int],
+    min_new_tokens: int | Sequence[int] = 0,
+    eos_tokens: ArrayLike | Sequence[int] = (),
+    stop: Sequence[str] = (),
+    text_fn: Callable[[Sequence[int]], str] | None = None,
+    pad_token: int = 0,
+    chunk_size: int = 16,
+    on_chunk_fn: Callable[[np.ndarray, np.ndarray], Any] | None = None,
+    sample_fn: Callable = sample,
+    options_fn: Callable[[DecodeState], Mapping[str, Any]] | None = None,
+    **sampling: Any,
+) -> Generation:
+    """Go on from ``state``: 5 then 7 more tokens are the tokens of 12 in one call with the same ``key``.
+
+    Consumes ``state`` (its buffers are donated); the returned one takes its place. ``min_new_tokens`` counts from the
+    prompt, ``max_new_tokens`` from here. Other arguments as in ``generate``.
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; 8 to 32 is usual.")
+    if stop and text_fn is None:
+        raise ValueError(f"stop must go with text_fn, got {list(stop)} alone; pass text_fn=tokenizer.decode.")
+    check_sampling(sampling)
+    batch, max_length = state.tokens.shape
+    start = np.array(state.lengths)
+    room = np.broadcast_to(np.asarray(max_new_tokens), (batch,))
+    if not np.all((room >= 0) & (start + room <= max_length)):
+        raise ValueError(
+            f"max_new_tokens must lie between 0 and what max_length {max_length} leaves, "
+            f"got {np.asarray(max_new_tokens).tolist()} after {start.tolist()} tokens; raise max_length."
+        )
+    most = int(room.max(initial=0))
+    keys = request_keys(key, batch)
+    least = np.broadcast_to(np.asarray(min_new_tokens, np.int32), (batch,))
+    min_lengths = state.prompt_lengths + jnp.asarray(least) if least.any() else None
+    rules = Rules(jnp.asarray(start + room, jnp.int32), min_lengths, jnp.asarray(eos_tokens, jnp.int32))
+    stops = _Stops(state, stop, text_fn) if stop and text_fn is not None else None
+    num_steps = steps_per_chunk(most, chunk_size)
+    chunks = []
+    for _ in range(-(-most // chunk_size)):
+        state, chunk = run_chunk(
+            decode_fn, params, w, state, keys, rules, sampling, num_steps=num_steps, pad_token=pad_token,
+            sample_fn=sample_fn, options_fn=options_fn, frees_pages=True,
+        )  # fmt: skip
+        if chunk.has_overflowed:
+            kv_cache.check_overflow(state.cache)
+        draws, counts, is_done = jax.tree.map(np.array, chunk.draws), np.array(chunk.counts), bool(chunk.is_done)
+        if stops is not None:
+            kept, is_stopped = stops.kept(drawn_tokens(draws), counts)
+            if is_stopped.any():
+                state = _cut(state, is_stopped, np.array(state.lengths) - counts + kept, pad_token=pad_token)
+                for x in jax.tree.leaves(draws):
+                    x[np.arange(num_steps) >= kept[:, None]] = filler(x, pad_token)
+                counts, is_done = kept, bool(np.all(np.asarray(state.is_finished) | (state.lengths >= rules.limits)))
+        chunks.append(draws)
+        if on_chunk_fn is not None:
+            on_chunk_fn(drawn_tokens(draws), counts)
+        if is_done:
+            break
+    if not chunks:
+        nothing = np.zeros((batch, 0), np.int32)
+        return Generation(jnp.asarray(nothing), jnp.zeros(batch, jnp.int32), state, jnp.asarray(nothing))
+
+    def whole(*parts):
+        x = np.concatenate(parts, axis=1)[:, :most]
+        widths = [(0, 0), (0, most - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
+        return jnp.asarray(np.pad(x, widths, constant_values=filler(x, pad_token)))
+
+    draws = jax.tree.map(whole, *chunks)
+    return Generation(drawn_tokens(draws), state.lengths - jnp.asarray(start, jnp.int32), state, draws)
+
+
+def generate(
+    decode_fn: Callable,
+    params: Any,
+    w: Any,
+    prompts: ArrayLike,
+    cache: Any,
+    key: Key,
+    *,
+    lengths: ArrayLike | None = None,
+    max_new_tokens: int | Sequence[int],
+    pad_token: int = 0,
+    prefill_size: int | None = None,
+    shares_prefix: bool = True,
+    **options: Any,
+) -> Generation:
+    r"""Continue prompts token by token, each drawn from ``softmax(h @ w.T / temperature)``.
+
+    Pathwise exact: row ``i``'s token at position ``p`` is ``sample(h_p, w, fold_in(key_i, p))``, so batched, solo,
+    chunked and resumed decoding, from a contiguous or a paged cache, give the same tokens, up to near-ties within the
+    rounding of ``h`` and ``h @ w.T``, which may differ in the last bit between batch sizes and caches.
+
+    Args:
+      decode_fn: the model, ``(params, tokens, positions, cache) -> (h, cache)``; hashable, kept between calls so that
+        they share one trace. ``gumbeljax.nnx.as_decode_fn`` makes one from an NNX module.
+      params: its parameters, a pytree; passed to ``jit`` as an argument.
+      w: the head ``[vocab, d_model]``, or what ``sample_fn`` takes.
+      prompts: ``int32[batch, width]``, shorter ones padded at the right with anything.
+      cache: an empty cache with at least ``width + max_new_tokens`` slots per row; consumed.
+      key: one key (row ``i`` gets ``fold_in(key, i)``) or an array of ``batch`` request keys.
+      lengths: ``int32[batch]``, real tokens of each prompt; default ``width`` for all.
+      max_new_tokens: most tokens to draw, one number or one per row.
+      min_new_tokens: no end token before so many tokens of output, one number or one per row (0).
+      eos_tokens: ids that end a row, ``[n]``, or ``[batch, n]`` padded with -2; the id itself is kept.
+      stop: strings that end a row; the tokens that spell the first of them are kept. Looked for between chunks.
+      text_fn: tokens to text, needed for ``stop``: ``tokenizer.decode``.
+      pad_token: what follows the last token of a row.
+      chunk_size: steps between two looks of the host (16): the grain of streaming and of stopping early.
+      prefill_size, shares_prefix: see ``prefill``.
+      on_chunk_fn: called after each chunk with ``(tokens int32[batch, steps], counts int32[batch])`` as NumPy arrays;
+        the first ``counts[i]`` of row ``i`` are new.
+      sample_fn: ``(h, w, keys, **sampling) -> tokens``, or a NamedTuple with a field ``token``, such as
+        ``gumbeljax.sample_with_log_probs`` returns; all of it comes back as ``draws``. Default ``gumbeljax.sample``. Give a
+        ``functools.partial`` for options fixed when traced, and keep it between calls.
+      options_fn: ``DecodeState -> mapping`` of more options, called in every step while tracing: penalties, constraints.
+      any other option: goes to ``sample_fn`` in every step, a number or one per row: ``temperature``, ``top_k``, ... Those of
+        ``gumbeljax.Processors``, such as ``repetition_penalty``, may be given by name; the loop counts tokens for them.
+
+    A row ends at the first token for which one of these holds: it is an end token, its text holds a stop string, the row has
+    its most tokens, or the row has no law (token -1). What was drawn after that in the same chunk is dropped. Only rows
+    that reached ``max_new_tokens`` can be resumed; with a paged cache the others have given back their pages.
+
+    Returns:
+      ``Generation(tokens int32[batch, max_new_tokens], num_tokens int32[batch], state, draws)``. A row whose hidden state
+      is NaN ends with token -1.
+
+    Raises:
+      ValueError: prompts, lengths, keys or limits that do not fit together; a paged cache that is too small.
+    """
+    max_length = (np.shape(prompts) or (0,))[-1] + int(np.max(max_new_tokens, initial=0))
+    state = prefill(
+        decode_fn, params, prompts, cache, max_length=max_length, lengths=lengths, pad_token=pad_token,
+        prefill_size=prefill_size, shares_prefix=shares_prefix,
+    )  # fmt: skip
+    return resume(decode_fn, params, w, state, key, max_new_tokens=max_new_tokens, pad_token=pad_token, **options)

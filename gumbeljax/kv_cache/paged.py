@@ -1,0 +1,158 @@
+"""The paged cache: rows own pages of a pool that all of them share; pure functions from one cache to the next.
+
+``append`` before a forward pass makes room for its tokens, ``truncate`` after it takes back what was not used, ``fork``
+lets rows share pages (a system prompt, the particles of a filter), ``release`` empties rows. Shapes never change, so none
+of them retraces; donate the cache and nothing but single shared pages is copied.
+
+A page with several owners is read-only: ``append`` gives a row a copy of its last page before it writes there, and
+``locate`` writes to pages with one owner alone.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gumbeljax.kv_cache import pages as tables
+from gumbeljax.kv_cache.contiguous import zeros
+from gumbeljax.kv_cache.pages import Pages
+
+
+class PagedCache(NamedTuple):
+    """Keys and values of every layer, one array per layer, and who owns their pages."""
+
+    keys: tuple[jax.Array, ...]  # num_layers x [num_pages, page_size, num_kv_heads, head_dim]
+    values: tuple[jax.Array, ...]  # num_layers x [num_pages, page_size, num_kv_heads, head_dim]
+    pages: Pages
+
+    @property
+    def page_size(self) -> int:
+        return self.keys[0].shape[1]
+
+
+def init_paged(
+    num_layers: int,
+    batch: int,
+    max_length: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype=jnp.float32,
+    *,
+    page_size: int = 16,
+    num_pages: int | None = None,
+) -> PagedCache:
+    """An empty paged cache.
+
+    Args:
+      num_layers: layers of the model.
+      batch: rows.
+      max_length: most slots that one row may reach; rounded up to whole pages.
+      num_kv_heads: key-value heads per layer.
+      head_dim: size of one head.
+      dtype: dtype of keys and values.
+      page_size: slots per page.
+      num_pages: pages that the rows share; default: enough for ``batch`` rows of ``max_length``.
+
+    Returns:
+      A ``PagedCache``; its memory is that of ``num_pages * page_size`` slots.
+
+    >>> cache = init_paged(2, 3, 16, 1, 4, page_size=8, num_pages=5)
+    >>> cache.keys[0].shape, cache.pages.block_tables.shape
+    ((5, 8, 1, 4), (3, 2))
+    >>> cache = append(cache, jnp.array([9, 0, 16]))
+    >>> cache.pages.lengths.tolist(), int(cache.pages.num_free)
+    ([9, 0, 16], 1)
+    """
+    for name, value in (("batch", batch), ("max_length", max_length), ("page_size", page_size)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}; raise it.")
+    max_blocks = -(-max_length // page_size)
+    num_pages = batch * max_blocks if num_pages is None else num_pages
+    if num_pages < 1:
+        raise ValueError(f"num_pages must be at least 1, got {num_pages}; leave it out for pages for every row.")
+    keys, values = zeros((num_pages, page_size, num_kv_heads, head_dim), num_layers, dtype)
+    return PagedCache(keys, values, tables.init(batch, max_blocks, num_pages))
+
+
+def append(cache: PagedCache, counts: jax.Array) -> PagedCache:
+    """Make room for ``counts int32[batch]`` more tokens per row, in row order.
+
+    A row that does not fit (no free page, or longer than ``max_length``) keeps its length and is flagged in
+    ``cache.pages.has_overflowed``; a flagged row grows no more until it is released. Nothing is overwritten.
+    """
+    pages, copies = tables.append(cache.pages, jnp.asarray(counts), cache.page_size)
+
+    def copied(slots):
+        return slots.at[copies.targets].set(slots[copies.sources], mode="drop")
+
+    return PagedCache(tuple(map(copied, cache.keys)), tuple(map(copied, cache.values)), pages)
+
+
+def truncate(cache: PagedCache, lengths: jax.Array) -> PagedCache:
+    """Cut each row to at most ``lengths int32[batch]`` tokens; pages that nobody uses any more are free again."""
+    return cache._replace(pages=tables.truncate(cache.pages, jnp.asarray(lengths), cache.page_size))
+
+
+def fork(cache: PagedCache, ancestors: jax.Array) -> PagedCache:
+    """Row ``i`` becomes row ``ancestors[i]``, ``int32[batch]``; -1 makes it empty.
+
+    Copies rows of the block table, no keys and values: the next ``append`` copies the last page of a row if it is partly
+    filled and still shared.
+    """
+    return cache._replace(pages=tables.fork(cache.pages, jnp.asarray(ancestors)))
+
+
+def release(cache: PagedCache, is_released: jax.Array) -> PagedCache:
+    """Empty the rows where ``is_released bool[batch]`` and take their overflow flag away; releasing twice does nothing."""
+    return cache._replace(pages=tables.release(cache.pages, jnp.asarray(is_released)))
+
+
+def select_rows(cache: PagedCache, rows: jax.Array) -> PagedCache:
+    """The same pool seen by the rows ``int32[n]`` alone, for a forward pass over a part of the batch; -1: an empty row.
+
+    Its tables are for ``locate`` only: after the pass give the pool back with ``put_back``.
+    """
+    pages, is_row = cache.pages, rows >= 0
+    safe = jnp.maximum(rows, 0)
+    return cache._replace(
+        pages=pages._replace(
+            block_tables=jnp.where(is_row[:, None], pages.block_tables[safe], -1),
+            lengths=jnp.where(is_row, pages.lengths[safe], 0),
+            has_overflowed=is_row & pages.has_overflowed[safe],
+        )
+    )
+
+
+def put_back(cache: PagedCache, selected: PagedCache) -> PagedCache:
+    """``cache`` with the keys and values that a pass over ``selected`` rows has written."""
+    return selected._replace(pages=cache.pages)
+
+
+def _is_paged(x: Any) -> bool:
+    return isinstance(x, PagedCache)
+
+
+def over_paged(fn: Callable[[PagedCache], PagedCache], cache: Any) -> Any:
+    """Apply ``fn`` to every ``PagedCache`` in a pytree, and to nothing else."""
+    return jax.tree.map(lambda x: fn(x) if _is_paged(x) else x, cache, is_leaf=_is_paged)
+
+
+def has_overflowed(cache: Any) -> jax.Array | bool:
+    """``bool[batch]``: a growth of the row was refused in some ``PagedCache`` of the pytree; False without any."""
+    found = False
+    for part in filter(_is_paged, jax.tree.leaves(cache, is_leaf=_is_paged)):
+        found = found | part.pages.has_overflowed
+    return found
+
+
+def check_overflow(cache: Any) -> None:
+    """Raise ``ValueError`` if a growth of any row was refused. Reads the device: for the host, between chunks."""
+    for part in filter(_is_paged, jax.tree.leaves(cache, is_leaf=_is_paged)):
+        if (rows := np.flatnonzero(np.asarray(part.pages.has_overflowed))).size:
+            num_pages, max_blocks = part.pages.ref_counts.shape[0], part.pages.block_tables.shape[1]
+            raise ValueError(
+                f"cache must have room for every token, got {num_pages} pages of {part.page_size} slots, at most {max_blocks} "
+                f"a row, which rows {rows.tolist()} outgrew; raise num_pages or max_length, or run fewer rows."
+            )

@@ -1,0 +1,128 @@
+"""The law of a model at every position of a draft, as the verifiers take it, and the keys of positions."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gumbeljax import _checks
+from gumbeljax._call import Config, Operands, prepare, prepare_logits
+from gumbeljax._keys import as_threefry, typed_key
+from gumbeljax._typing import Array, ArrayLike, Key
+
+
+class Law(NamedTuple):
+    """`softmax(l / temperature)` at every position, `l` from hidden states and an output table, or given.
+
+    `h` is `[*batch, positions, d_model]` with `w` as in `gumbeljax.sample`, or, with `w=None`, the logits
+    `[*batch, positions, vocab]` themselves (already scaled and capped; filtered, if you filter: -inf forbids a token).
+    `temperature` is a number, `[*batch]` or `[*batch, positions]`; `logit_bias` and `mask` are `[vocab]`,
+    `[*batch, vocab]` or `[*batch, positions, vocab]` (one for each request is repeated for its positions). The other
+    options are those of `gumbeljax.sample`, with the same order of processing.
+
+    For a draft the law must be *the law that its tokens were drawn from*, temperature and mask included: nothing can
+    detect another one, and the output would silently follow a wrong law.
+
+    >>> Law(jnp.zeros((2, 5, 8)), jnp.zeros((32, 8)), temperature=0.7).w.shape
+    (32, 8)
+    """
+
+    h: ArrayLike
+    w: ArrayLike | None = None
+    temperature: ArrayLike = 1.0
+    valid_vocab: int | None = None
+    logit_bias: ArrayLike | None = None
+    mask: ArrayLike | None = None
+    vocab_axis: int = 0
+    scale: float | None = None
+    soft_cap: float | None = None
+    precision: str | jax.lax.Precision | None = None
+    implementation: str | None = None
+
+
+def _spread(x, name: str, shape: tuple[int, ...], tail: int):
+    """An option `[*batch]` (and `tail` more axes) repeated for every position; any other shape is left as it is."""
+    if x is None or isinstance(x, dict | str):
+        return x
+    x = _checks.as_array(x, name)
+    lead = x.shape[: x.ndim - tail]
+    if x.ndim >= tail and len(shape) > 1 and lead == shape[:-1]:
+        x = jnp.expand_dims(x, len(lead))
+        return jnp.broadcast_to(x, (*shape, *x.shape[x.ndim - tail:]))
+    return x
+
+
+def prepare_law(law: Law, name: str) -> tuple[Operands, Config, tuple[int, ...]]:
+    """Checked operands, static description and shape `[*batch, positions]` of a law."""
+    if not isinstance(law, Law):
+        raise TypeError(f"{name} must be a Law; got {type(law).__name__}: write Law(h, w) or Law(logits).")
+    h = _checks.float_array(law.h, "h" if law.w is not None else "logits")
+    if h.ndim < 2:
+        raise ValueError(f"{name} must have positions and {'d_model' if law.w is not None else 'vocab'} as its last axes; "
+                         f"got shape {list(h.shape)}: give every position its own row.")
+    shape = h.shape[:-1]
+    # float64 and Python numbers keep their checks: only arrays with the shape of the requests are repeated.
+    temperature = law.temperature
+    if np.ndim(temperature):
+        temperature = _spread(temperature, "temperature", shape, 0)
+    options = {"temperature": temperature, "valid_vocab": law.valid_vocab,
+               "logit_bias": _spread(law.logit_bias, "logit_bias", shape, 1), "mask": _spread(law.mask, "mask", shape, 1)}
+    if law.w is not None:
+        return prepare(h, law.w, vocab_axis=law.vocab_axis, scale=law.scale, soft_cap=law.soft_cap, precision=law.precision,
+                       implementation=law.implementation, **options)
+    if law.scale is not None or law.soft_cap is not None:
+        raise ValueError(f"{name} must have no scale and no soft_cap when it is given as logits; got scale={law.scale}, "
+                         f"soft_cap={law.soft_cap}: apply them to the logits.")
+    return prepare_logits(h, **options)
+
+
+class Drafts(NamedTuple):
+    """Checked drafts `[requests, chains, draft_len]`, their lengths `[requests, chains]`, and the batch shape."""
+
+    tokens: Array
+    lens: Array
+    batch_shape: tuple[int, ...]
+
+
+def check_drafts(draft_tokens: ArrayLike, draft_lens: ArrayLike | None, shape: tuple[int, ...], chains: bool) -> Drafts:
+    """Drafts against the shape of the target's rows, `[*batch, positions]` or `[*batch, chains, positions]`."""
+    tokens = draft_tokens if hasattr(draft_tokens, "dtype") else np.asarray(draft_tokens)
+    wanted = (*shape[:-1], shape[-1] - 1)
+    if tokens.shape != wanted or len(wanted) < 1 + chains or 0 in shape[len(shape) - 1 - chains:]:
+        raise ValueError(f"draft_tokens must be [*batch, {'chains, ' * chains}draft_len] where the target has positions "
+                         f"[*batch, {'chains, ' * chains}draft_len + 1]; got {list(tokens.shape)} and {list(shape)}: the "
+                         "target scores one position more, for the token after the draft.")
+    tokens = _checks.token_ids(tokens, wanted).reshape(-1, wanted[-2] if chains else 1, wanted[-1])
+    lens = jnp.full(tokens.shape[:2], wanted[-1], jnp.int32)
+    if draft_lens is not None:
+        draft_lens = _checks.as_array(draft_lens, "draft_lens")
+        if not jnp.issubdtype(draft_lens.dtype, jnp.integer) or draft_lens.shape not in ((), wanted[:-1]):
+            raise ValueError(f"draft_lens must be integers, one or {list(wanted[:-1])}; got {draft_lens.dtype}"
+                             f"{list(draft_lens.shape)}: give every draft its length.")
+        lens = jnp.broadcast_to(draft_lens, wanted[:-1]).reshape(lens.shape).astype(jnp.int32)
+    return Drafts(tokens, lens, wanted[:-1 - chains])
+
+
+def position_keys(key: Key, start: ArrayLike, count: int) -> Array:
+    """Keys of the draws at absolute positions `start, ..., start + count - 1`: `fold_in(request key, position)`.
+
+    The keys of plain decoding, for a block of positions: with them coupled verification draws the very tokens that
+    `gumbeljax.decode` draws.
+
+    Args:
+      key: request keys `[*batch]`, typed or raw.
+      start: int `[*batch]` or one number: the position of the first token of the block.
+      count: Python int, `draft_len + 1`.
+
+    Returns:
+      typed keys `[*batch, count]`.
+
+    >>> position_keys(jax.random.split(jax.random.key(0), 3), jnp.array([7, 9, 9]), 5).shape
+    (3, 5)
+    """
+    key = as_threefry(typed_key(key))
+    positions = jnp.asarray(start)[..., None] + jnp.arange(count)
+    positions = jnp.broadcast_to(positions, (*key.shape, count)).astype(jnp.uint32)
+    keys = jnp.broadcast_to(key[..., None], positions.shape)
+    return jax.vmap(jax.random.fold_in)(keys.reshape(-1), positions.reshape(-1)).reshape(positions.shape)

@@ -1,5 +1,6 @@
 """The law of a model at every position of a draft, as the verifiers take it, and the keys of positions."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -93,7 +94,8 @@ def check_drafts(draft_tokens: ArrayLike, draft_lens: ArrayLike | None, shape: t
         raise ValueError(f"draft_tokens must be [*batch, {'chains, ' * chains}draft_len] where the target has positions "
                          f"[*batch, {'chains, ' * chains}draft_len + 1]; got {list(tokens.shape)} and {list(shape)}: the "
                          "target scores one position more, for the token after the draft.")
-    tokens = _checks.token_ids(tokens, wanted).reshape(-1, wanted[-2] if chains else 1, wanted[-1])
+    batch_shape = wanted[:-1 - chains]
+    tokens = _checks.token_ids(tokens, wanted).reshape(math.prod(batch_shape), wanted[-2] if chains else 1, wanted[-1])
     lens = jnp.full(tokens.shape[:2], wanted[-1], jnp.int32)
     if draft_lens is not None:
         draft_lens = _checks.as_array(draft_lens, "draft_lens")
@@ -101,7 +103,7 @@ def check_drafts(draft_tokens: ArrayLike, draft_lens: ArrayLike | None, shape: t
             raise ValueError(f"draft_lens must be integers, one or {list(wanted[:-1])}; got {draft_lens.dtype}"
                              f"{list(draft_lens.shape)}: give every draft its length.")
         lens = jnp.broadcast_to(draft_lens, wanted[:-1]).reshape(lens.shape).astype(jnp.int32)
-    return Drafts(tokens, lens, wanted[:-1 - chains])
+    return Drafts(tokens, lens, batch_shape)
 
 
 def position_keys(key: Key, start: ArrayLike, count: int) -> Array:

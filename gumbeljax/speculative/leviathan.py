@@ -97,9 +97,11 @@ def levels(target: dual.Side, draft: dual.Side, num_chains: int, config: Config)
     return jnp.stack(factors), jnp.stack(masses)
 
 
-def log_coin(keys, number) -> Array:
-    """log of a uniform number in (0, 1): never -inf, never 0."""
-    words = noise.threefry2x32(*keys, noise.stream(noise.COIN, number, 0), jnp.uint32(0))
+def log_coins(keys, num_chains: int) -> Array:
+    """Logs of uniform numbers in (0, 1), never -inf, never 0, for each chain and then for the candidate:
+    `[chains + 1, requests, positions]`."""
+    numbers = jnp.arange(num_chains + 1).at[-1].set(CANDIDATE_COIN)[:, None, None]
+    words = noise.threefry2x32(*keys, noise.stream(noise.COIN, numbers, 0), jnp.uint32(0))
     return jnp.log(noise.uniform(*words))
 
 
@@ -108,8 +110,8 @@ def _at_level(x: Array, level: Array) -> Array:
     return jnp.take_along_axis(x, level[None], axis=0)[0]
 
 
-def walk(tokens: Array, scores: Scores, keys) -> Stop:
-    """Tries the drafted tokens, position by position and chain by chain; keys are two words `[requests, positions]`.
+def walk(tokens: Array, scores: Scores, coins: Array) -> Stop:
+    """Tries the drafted tokens, position by position and chain by chain; coins are those of `log_coins`.
 
     At each position the chains that agree with what was kept are tried in turn; the first that is accepted decides who
     goes on. Chains before it had another token, or the same one rejected, which leaves it no mass to be accepted later.
@@ -126,7 +128,7 @@ def walk(tokens: Array, scores: Scores, keys) -> Stop:
             factor, mass = (_at_level(x[:, :, n, j], level) for x in (scores.factors, scores.masses))
             left = dual.log_residual(scores.log_p[:, n, j], scores.log_q[:, n, j], factor)
             ratio = left - jnp.log(mass) - scores.log_q[:, n, j]  # NaN where p and q are 0: not accepted
-            accepted = tried & (mass > NEGLIGIBLE) & (log_coin((keys[0][:, j], keys[1][:, j]), n) < ratio)
+            accepted = tried & (mass > NEGLIGIBLE) & (coins[n, :, j] < ratio)
             taken = jnp.where(accepted, n, taken)
             level = level + (tried & ~accepted)
         onward = going & (taken < num_chains)
@@ -166,7 +168,8 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
     rows = jnp.arange(requests * num_chains * positions).reshape(requests, num_chains, positions)
     q, exists = draft_side(draft, draft_config, tokens.reshape(-1))
     scores = _score(_rows_of(p, rows[..., :-1].reshape(-1)), q, exists, tokens, lens, target_config)
-    stop = walk(tokens, scores, keys)
+    coins = log_coins(keys, num_chains)
+    stop = walk(tokens, scores, coins)
 
     # The last token: from p where nothing was rejected, else from what the rejections left of p.
     request, place = jnp.arange(requests), jnp.minimum(stop.position, draft_len - 1)
@@ -177,7 +180,8 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
     token, log_p = p.normalizer.token, p.normalizer.token_log_prob
     log_q = dual.log_law_at(q, token[None], vocab)[0]
     # Greedy rows have one token to be drawn, whatever q says of it.
-    kept = (stop.level == 0) | (p.t == 0.0) | (log_coin(keys, CANDIDATE_COIN) < dual.log_residual(log_p, log_q, factor) - log_p)
+    coin = coins[-1, request, stop.position]
+    kept = (stop.level == 0) | (p.t == 0.0) | (coin < dual.log_residual(log_p, log_q, factor) - log_p)
     again = ~kept & (token >= 0)
 
     def draw(_):

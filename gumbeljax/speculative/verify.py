@@ -79,7 +79,7 @@ def _run(target: Law, draft: Law | None, draft_tokens, key: Key, draft_lens, cha
             raise ValueError(f"draft must have as many tokens as the target, {p_config.vocab}; got {q_config.vocab}: cut the "
                              "padding of the wider table with valid_vocab.")
     positions = (*drafts.batch_shape, shape[-1])
-    keys = tuple(x.reshape(-1, shape[-1]) for x in row_keys(key, positions))
+    keys = tuple(x.reshape(-1, shape[-1]) for x in row_keys(key, positions))  # a target has at least one position
     if drafts.tokens.shape[0] == 0:
         nothing = jnp.zeros(positions, jnp.int32)
         return Outcome(nothing, nothing[..., 0], nothing.astype(jnp.float32), nothing[..., 0])

@@ -48,11 +48,11 @@ def law_at(table, before, route, **options):
 
 def draft_tokens(table, last, keys, draft_len, temperature=1.0):
     """Tokens `[n, draft_len]` of the draft's chain, drawn with the keys of their positions."""
-    tokens = []
-    for j in range(draft_len):
-        last = gumbeljax.sample_logits(table[last], keys[:, j], temperature=temperature)
-        tokens.append(last)
-    return jnp.stack(tokens, axis=1)
+    def draw(last, keys):
+        token = gumbeljax.sample_logits(table[last], keys, temperature=temperature)
+        return token, token
+
+    return jax.lax.scan(draw, last, jnp.moveaxis(keys[:, :draft_len], 1, 0))[1].T
 
 
 def put(out, length, tokens, num_accepted):

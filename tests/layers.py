@@ -38,6 +38,7 @@ LAYERS: dict[str, int] = {
     "gumbeljax.scoring": 3,
     "gumbeljax.sharding": 3,
     "gumbeljax.smc.core": 3,
+    "gumbeljax.smc.weights": 3,
     "gumbeljax.speculative.acceptance": 3,
     "gumbeljax.speculative.coupled": 3,
     "gumbeljax.speculative.laws": 3,

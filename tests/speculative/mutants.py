@@ -5,9 +5,11 @@ Draws are by inversion of given uniforms, so that noise shared between two uses 
 
 import numpy as np
 
-MISTAKES = ("kept after a rejection", "missing bonus", "overwritten last token", "q not the law drawn from",
-            "noise shared by coin and residual", "noise shared by draft and coin", "temperature after log-softmax",
-            "residual not renormalised", "residual from p", "inclusive coin", "bonus from the draft", "bonus one position early")
+MISTAKES = (
+    "kept after a rejection", "missing bonus", "overwritten last token", "q not the law drawn from",
+    "noise shared by coin and residual", "noise shared by draft and coin", "temperature after log-softmax",
+    "residual not renormalised", "residual from p", "inclusive coin", "bonus from the draft", "bonus one position early",
+)  # fmt: skip
 
 
 def invert(law, u):

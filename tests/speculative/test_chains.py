@@ -79,8 +79,8 @@ def test_first_token_over_many_groups(num_chains):
     p, q = rng.dirichlet(np.full(40, 0.3)), rng.dirichlet(np.full(40, 0.7))
     log_p, log_q = (jnp.asarray(np.log(x), jnp.float32) for x in (p, q))
     drafted = rng.choice(40, (n, num_chains, 1), p=q)
-    out = verify_chains(Law(jnp.broadcast_to(log_p, (n, num_chains, 2, 40))), Law(jnp.broadcast_to(log_q, (n, num_chains, 1, 40))),
-                        drafted, jax.random.key(0))
+    laws = (Law(jnp.broadcast_to(x, (n, num_chains, k, 40))) for x, k in ((log_p, 2), (log_q, 1)))
+    out = verify_chains(*laws, drafted, jax.random.key(0))
     assert chi_square(np.bincount(out.tokens[:, 0], minlength=40), p) > ALPHA
     expected = 1 - all_rejected(p, q, num_chains)
     assert frequency_within(out.num_accepted.sum(), n, expected, 4.0)

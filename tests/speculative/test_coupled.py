@@ -31,7 +31,8 @@ def test_tokens_are_those_of_plain_decoding(route):
     key = jax.random.key(7)
     want = None
     for table, draft_len, blocks in ((draft, 2, 4), (draft[::-1], 5, 2)) if route == "logits" else ((draft, 3, 3),):
-        got, accepted = markov.speculate(target, table, key, n=500, draft_len=draft_len, route=route, coupled=True, blocks=blocks)
+        got, accepted = markov.speculate(target, table, key, n=500, draft_len=draft_len, route=route, coupled=True,
+                                         blocks=blocks)
         inner = jax.random.split(key, 1)[0]  # `speculate` works in chunks
         want = plain_decoding(target, inner, 500, got.shape[1]) if want is None else want
         np.testing.assert_array_equal(got, want[:, : got.shape[1]])
@@ -96,10 +97,11 @@ def test_enumeration():
     p, q = (np.array(x) for x in zip(*PAIRS, strict=True))
     with np.errstate(divide="ignore"):
         ours = coupled_acceptance(np.log(p), np.log(q))
-    two, one, bound = (np.array([f(*pair) for pair in PAIRS]) for f in (coupling.two_levels, coupling.one_level, coupling.bound))
+    two, one, bound = (np.array([f(*pair) for pair in PAIRS])
+                       for f in (coupling.two_levels, coupling.one_level, coupling.bound))
     np.testing.assert_allclose(ours, two, atol=2e-6)
     assert np.all(one >= bound - 1e-12) and np.any(two < bound) and np.any(two > one)
-    assert -0.10 < (two - one).min() and abs((two - one).mean() + 0.037) < 0.001
+    assert (two - one).min() > -0.10 and abs((two - one).mean() + 0.037) < 0.001
     np.testing.assert_allclose(acceptance(np.log(p), np.log(q)), np.minimum(p, q).sum(-1), atol=2e-6)
     np.testing.assert_allclose(coupled_acceptance(np.log(p), np.log(p)), 1, atol=2e-6)
 

@@ -101,7 +101,7 @@ def log_coins(keys, num_chains: int) -> Array:
     """Logs of uniform numbers in (0, 1), never -inf, never 0, for each chain and then for the candidate:
     `[chains + 1, requests, positions]`."""
     numbers = jnp.arange(num_chains + 1).at[-1].set(CANDIDATE_COIN)[:, None, None]
-    words = noise.threefry2x32(*keys, noise.stream(noise.COIN, numbers, 0), jnp.uint32(0))
+    words = noise.threefry2x32(keys[0], keys[1], noise.stream(noise.COIN, numbers, 0), jnp.uint32(0))
     return jnp.log(noise.uniform(*words))
 
 

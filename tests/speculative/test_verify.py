@@ -240,7 +240,8 @@ def test_hidden_states_never_become_all_the_logits():
 
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)  # noqa: E731
     arguments = (shape(rows, draft_len + 1, d_model), shape(vocab, d_model), shape(rows, draft_len, d_model),
-                 shape(vocab, d_model), jax.ShapeDtypeStruct((rows, draft_len), jnp.int32), jax.eval_shape(lambda: jax.random.key(0)))
+                 shape(vocab, d_model), jax.ShapeDtypeStruct((rows, draft_len), jnp.int32),
+                 jax.eval_shape(lambda: jax.random.key(0)))
     everything = rows * draft_len * vocab
     assert largest(jax.make_jaxpr(hidden)(*arguments).jaxpr) <= everything // 16
     memory = jax.jit(hidden).lower(*arguments).compile().memory_analysis()

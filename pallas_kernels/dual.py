@@ -54,7 +54,7 @@ def log_law_at(side: Side, ids, vocab):
         return log_law(None, ids, side)
     options = side.options
     model = model_logits(token_logits(side.h, side.w, ids, side.vocab_axis), options.scale, options.soft_cap)
-    return log_law(processed_logits(model, rows_of(options.bias, ids), rows_of(options.mask, ids)), ids, side)
+    return log_law(processed_logits(model, rows_of(options, ids)), ids, side)
 
 
 def log_law_block(side: Side, start, size):

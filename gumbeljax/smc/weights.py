@@ -26,14 +26,14 @@ from gumbeljax._typing import Array, ArrayLike, Key
 from gumbeljax.smc.core import gather
 
 
-class Kept(NamedTuple):
-    """Which of a cycle's tokens a sequence keeps: `tokens` bool `[*batch, k]`, and whether it is over, `is_done [*batch]`."""
+class Cut(NamedTuple):
+    """Which of a cycle's tokens a sequence keeps: `kept` bool `[*batch, k]`, and whether it is over, `is_done [*batch]`."""
 
-    tokens: Array
+    kept: Array
     is_done: Array
 
 
-def kept_tokens(tokens: ArrayLike, is_done: ArrayLike, remaining: ArrayLike, *, eos: int | None = None) -> Kept:
+def cut_tokens(tokens: ArrayLike, is_done: ArrayLike, remaining: ArrayLike, *, eos: ArrayLike | None = None) -> Cut:
     """The tokens of a cycle that count: up to the first end of sequence, itself included, and up to the length cap.
 
     A sequence that was done before keeps nothing, so it stays as it is and weighs what it weighed. Weigh exactly the kept
@@ -43,10 +43,10 @@ def kept_tokens(tokens: ArrayLike, is_done: ArrayLike, remaining: ArrayLike, *, 
       tokens: integers `[*batch, k]`.
       is_done: bool `[*batch]`.
       remaining: integers `[*batch]` or one: how many tokens the cap leaves.
-      eos: the token that ends a sequence, or None.
+      eos: the token that ends a sequence, or several `[n]`, or None.
 
-    >>> kept = kept_tokens(jnp.array([[5, 2, 7], [5, 6, 7], [5, 6, 7]]), jnp.array([False, False, True]), 2, eos=2)
-    >>> kept.tokens.tolist(), kept.is_done.tolist()
+    >>> cut = cut_tokens(jnp.array([[5, 2, 7], [5, 6, 7], [5, 6, 7]]), jnp.array([False, False, True]), 2, eos=2)
+    >>> cut.kept.tolist(), cut.is_done.tolist()
     ([[True, True, False], [True, True, False], [False, False, False]], [True, True, True])
     """
     tokens, is_done = _checks.as_array(tokens, "tokens"), _checks.as_array(is_done, "is_done")
@@ -54,12 +54,12 @@ def kept_tokens(tokens: ArrayLike, is_done: ArrayLike, remaining: ArrayLike, *, 
     if tokens.ndim == 0 or tokens.shape[:-1] != is_done.shape:
         raise ValueError(f"tokens must be [*batch, k] for is_done [*batch]; got {list(tokens.shape)} and "
                          f"{list(is_done.shape)}: give every sequence its tokens.")
-    is_end = jnp.zeros(tokens.shape, bool) if eos is None else tokens == eos
+    is_end = jnp.zeros(tokens.shape, bool) if eos is None else jnp.isin(tokens, jnp.asarray(eos))
     ended_before = jnp.cumsum(is_end, axis=-1) - is_end > 0
     in_time = jnp.arange(tokens.shape[-1]) < remaining[..., None]
     kept = ~is_done[..., None] & ~ended_before & in_time
     over = is_done | jnp.any(kept & is_end, axis=-1) | (remaining <= tokens.shape[-1])
-    return Kept(kept, over)
+    return Cut(kept, over)
 
 
 def log_weight(target_log_probs: ArrayLike, proposal_log_probs: ArrayLike, *, alpha: ArrayLike = 1.0,
@@ -74,7 +74,7 @@ def log_weight(target_log_probs: ArrayLike, proposal_log_probs: ArrayLike, *, al
       target_log_probs: f32 `[*batch, k]`, of the tokens under the target at its temperature.
       proposal_log_probs: f32 `[*batch, k]`, under the law that each token was drawn from.
       alpha: number or `[*batch]`, positive.
-      kept: bool `[*batch, k]`, of `kept_tokens`; what is not kept is not read.
+      kept: bool `[*batch, k]`, of `cut_tokens`; what is not kept is not read.
 
     Returns:
       f32 `[*batch]`; -inf when the target forbids a kept token.

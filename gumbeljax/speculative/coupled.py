@@ -15,7 +15,7 @@ def verify_drafts(target: Operands, tokens: Array, lens: Array, keys, *, config:
     requests, draft_len = tokens.shape
     drawn = config.stages().draw(target.h, target.w, keys, target.t, target.options(config), with_model=False,
                                  **config.shape_arguments())
-    token, log_prob = (x.reshape(requests, draft_len + 1) for x in (drawn.token, drawn.tempered_log_prob))
+    token, log_prob = (x.reshape(requests, draft_len + 1) for x in (drawn.token, drawn.processed_log_prob))
     agree = (tokens == token[:, :-1]) & (tokens >= 0) & (jnp.arange(draft_len) < lens[:, None])
     num_accepted = jnp.sum(jnp.cumprod(agree, axis=1, dtype=jnp.int32), axis=1)
     is_out = jnp.arange(draft_len + 1) <= num_accepted[:, None]

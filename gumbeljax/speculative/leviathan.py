@@ -61,8 +61,8 @@ def _side(operands: Operands, config: Config, normalizer: dual.Normalizer) -> du
 
 def _rows_of(side: dual.Side, rows: Array) -> dual.Side:
     """The side at some of its rows."""
-    pick = lambda x: x if x is None or x.ndim == 1 else x[rows]  # noqa: E731
-    options = side.options._replace(bias=pick(side.options.bias), mask=pick(side.options.mask))
+    own = {name: x[rows] for name, x in side.options.dense().items() if x.ndim > 1}
+    options = side.options._replace(**own)
     return side._replace(h=None if side.h is None else side.h[rows], t=side.t[rows], options=options,
                          normalizer=dual.Normalizer(*(x[rows] for x in side.normalizer)))
 
@@ -72,7 +72,7 @@ def target_side(operands: Operands, config: Config, keys) -> dual.Side:
     drawn = config.stages().draw(operands.h, operands.w, keys, operands.t, operands.options(config), sample=FROM_TARGET,
                                  **config.shape_arguments())
     zero = jnp.zeros_like(drawn.log_normalizer)
-    return _side(operands, config, dual.Normalizer(drawn.log_normalizer, zero, drawn.token, drawn.tempered_log_prob))
+    return _side(operands, config, dual.Normalizer(drawn.log_normalizer, zero, drawn.token, drawn.processed_log_prob))
 
 
 def draft_side(operands: Operands | None, config: Config | None, tokens: Array) -> tuple[dual.Side, Array]:

@@ -38,9 +38,9 @@ import jax.numpy as jnp
 from gumbeljax._call import plain_broadcasting
 from gumbeljax._keys import row_keys
 from gumbeljax._typing import Array, ArrayLike, Key
-from gumbeljax.speculative.coupled import verify_drafts as verify_coupled_drafts
-from gumbeljax.speculative.laws import Law, check_drafts, prepare_law
-from gumbeljax.speculative.leviathan import Outcome, verify_drafts
+from gumbeljax.speculative import coupled, leviathan, stored
+from gumbeljax.speculative.law import Law, check_drafts, prepare_law
+from gumbeljax.speculative.leviathan import Outcome
 
 
 class Verification(NamedTuple):
@@ -78,12 +78,16 @@ def _run(target: Law, draft: Law | None, draft_tokens, key: Key, draft_lens, cha
         if q_config.vocab != p_config.vocab:
             raise ValueError(f"draft must have as many tokens as the target, {p_config.vocab}; got {q_config.vocab}: cut the "
                              "padding of the wider table with valid_vocab.")
+        if shape[-1] == 1:  # nothing was drafted
+            q, q_config = None, None
     positions = (*drafts.batch_shape, shape[-1])
     keys = tuple(x.reshape(-1, shape[-1]) for x in row_keys(key, positions))  # a target has at least one position
     if drafts.tokens.shape[0] == 0:
         nothing = jnp.zeros(positions, jnp.int32)
         return Outcome(nothing, nothing[..., 0], nothing.astype(jnp.float32), nothing[..., 0])
     with plain_broadcasting():
+        has_filters = p.filters is not None or (q is not None and q.filters is not None)
+        verify_drafts = stored.verify_drafts if has_filters else leviathan.verify_drafts
         out = verify_drafts(p, q, drafts.tokens, drafts.lens, keys, target_config=p_config, draft_config=q_config)
     return Outcome(*(x.reshape(*drafts.batch_shape, *x.shape[1:]) for x in out))
 
@@ -97,7 +101,8 @@ def verify(target: Law, draft: Law | None, draft_tokens: ArrayLike, key: Key, *,
     (temperature 0) give the tokens of greedy decoding. `verify_coupled` is pathwise exact, and accepts a little less.
 
     Given as hidden states, neither law's logits are written to memory: one pass over each table, then one over both at one
-    position per row, when a row needs it. Everything is traced, so per-row temperatures, masks and lengths do not retrace.
+    position per row, when a row needs it. (Filters do need logits: a few requests' at a time.) Everything is traced, so
+    per-row temperatures, masks and lengths do not retrace.
 
     Args:
       target: the `Law` at positions `[*batch, draft_len + 1]`; the last is that of the token after the draft.
@@ -199,5 +204,6 @@ def verify_coupled(target: Law, draft_tokens: ArrayLike, key: Key, *, draft_lens
         nothing = jnp.zeros(shape, jnp.int32)
         return Verification(nothing, nothing[..., 0], nothing.astype(jnp.float32))
     with plain_broadcasting():
-        out = verify_coupled_drafts(operands, drafts.tokens[:, 0], drafts.lens[:, 0], keys, config=config)
+        verify_drafts = coupled.verify_drafts if operands.filters is None else stored.verify_coupled_drafts
+        out = verify_drafts(operands, drafts.tokens[:, 0], drafts.lens[:, 0], keys, config=config)
     return Verification(*(x.reshape(*drafts.batch_shape, *x.shape[1:]) for x in out))

@@ -110,20 +110,22 @@ def test_forbidden_tokens_and_tokens_that_are_not_kept():
     ([0, 0, 0, 0], True, 9, 0, True),  # absorbing
     ([1, 2, 3, 4], False, 0, 0, True),
 ])  # fmt: skip
-def test_kept_tokens(tokens, done, remaining, kept, over):
-    got = smc.kept_tokens(jnp.array([tokens]), jnp.array([done]), remaining, eos=0)
-    assert got.tokens[0].tolist() == [i < kept for i in range(4)] and bool(got.is_done[0]) == over
+def test_cut_tokens(tokens, done, remaining, kept, over):
+    got = smc.cut_tokens(jnp.array([tokens]), jnp.array([done]), remaining, eos=0)
+    several = smc.cut_tokens(jnp.array([tokens]), jnp.array([done]), remaining, eos=[0, 77])
+    jax.tree.map(np.testing.assert_array_equal, got, several)
+    assert got.kept[0].tolist() == [i < kept for i in range(4)] and bool(got.is_done[0]) == over
     p = jnp.log(jnp.array([[0.5, 0.4, 0.3, 0.2]]))
     want = float(jnp.sum(p[0, :kept] + 1))
-    np.testing.assert_allclose(smc.log_weight(p, jnp.full((1, 4), -1.0), kept=got.tokens), [want], rtol=1e-6)
+    np.testing.assert_allclose(smc.log_weight(p, jnp.full((1, 4), -1.0), kept=got.kept), [want], rtol=1e-6)
 
 
 def test_no_end_of_sequence():
-    assert smc.kept_tokens(jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, bool), 9).tokens.all()
+    assert smc.cut_tokens(jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, bool), 9).kept.all()
 
 
 def test_errors():
     with pytest.raises(ValueError, match="proposal_log_probs must have the shape"):
         smc.log_weight(jnp.zeros((2, 3)), jnp.zeros((2, 4)))
     with pytest.raises(ValueError, match="tokens must be"):
-        smc.kept_tokens(jnp.zeros((2, 3), jnp.int32), jnp.zeros(3, bool), 9)
+        smc.cut_tokens(jnp.zeros((2, 3), jnp.int32), jnp.zeros(3, bool), 9)

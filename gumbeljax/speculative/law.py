@@ -11,18 +11,21 @@ from gumbeljax import _checks
 from gumbeljax._call import Config, Operands, prepare, prepare_logits
 from gumbeljax._keys import as_threefry, typed_key
 from gumbeljax._typing import Array, ArrayLike, Key
+from gumbeljax.processing import Processors, TokenCounts
 
 
 class Law(NamedTuple):
     """`softmax(l / temperature)` at every position, `l` from hidden states and an output table, or given.
 
     `h` is `[*batch, positions, d_model]` with `w` as in `gumbeljax.sample`, or, with `w=None`, the logits
-    `[*batch, positions, vocab]` themselves (already scaled and capped; filtered, if you filter: -inf forbids a token).
-    `temperature` is a number, `[*batch]` or `[*batch, positions]`; `logit_bias` and `mask` are `[vocab]`,
-    `[*batch, vocab]` or `[*batch, positions, vocab]` (one for each request is repeated for its positions). The other
-    options are those of `gumbeljax.sample`, with the same order of processing.
+    `[*batch, positions, vocab]` themselves (scaled and capped already). All other options are those of `gumbeljax.sample`, with
+    the same order of processing. An option over rows may be given once, for each request `[*batch, ...]`, which repeats it for
+    the request's positions, or for each position `[*batch, positions, ...]`: that is where penalties differ, since a position
+    has the drafted tokens before it in its counts (`position_counts`).
 
-    For a draft the law must be *the law that its tokens were drawn from*, temperature and mask included: nothing can
+    Under `top_k`, `top_p` or `min_p` logits are stored, for a few requests at a time.
+
+    For a draft this must be *the law that its tokens were drawn from*, temperature, mask and filters included: nothing can
     detect another one, and the output would silently follow a wrong law.
 
     >>> Law(jnp.zeros((2, 5, 8)), jnp.zeros((32, 8)), temperature=0.7).w.shape
@@ -32,9 +35,13 @@ class Law(NamedTuple):
     h: ArrayLike
     w: ArrayLike | None = None
     temperature: ArrayLike = 1.0
+    top_k: ArrayLike | None = None
+    top_p: ArrayLike | None = None
+    min_p: ArrayLike | None = None
     valid_vocab: int | None = None
     logit_bias: ArrayLike | None = None
     mask: ArrayLike | None = None
+    processors: Processors | None = None
     vocab_axis: int = 0
     scale: float | None = None
     soft_cap: float | None = None
@@ -42,16 +49,24 @@ class Law(NamedTuple):
     implementation: str | None = None
 
 
-def _spread(x, name: str, shape: tuple[int, ...], tail: int):
-    """An option `[*batch]` (and `tail` more axes) repeated for every position; any other shape is left as it is."""
-    if x is None or isinstance(x, dict | str):
+AXES = {"logit_bias": 1, "mask": 1, "bias_tokens": 1, "bias_values": 1, "allowed_tokens": 1, "banned_tokens": 1,
+        "end_tokens": 1, "in_prompt": 1, "output": 1}
+"""Axes that an option has behind those of its rows; the others have none."""
+
+
+def _spread(x, name: str, shape: tuple[int, ...]):
+    """An option given for each request, repeated for its positions; one of any other shape is left as it is."""
+    tail = AXES.get(name, 0)
+    if hasattr(x, "_replace"):  # processors, and the counts in them
+        return x._replace(**{field: _spread(value, field, shape) for field, value in x._asdict().items()})
+    if x is None or isinstance(x, dict | str) or np.ndim(x) != len(shape) - 1 + tail or len(shape) == 1:
         return x
-    x = _checks.as_array(x, name)
-    lead = x.shape[: x.ndim - tail]
-    if x.ndim >= tail and len(shape) > 1 and lead == shape[:-1]:
-        x = jnp.expand_dims(x, len(lead))
-        return jnp.broadcast_to(x, (*shape, *x.shape[x.ndim - tail:]))
-    return x
+    x = x if hasattr(x, "dtype") else np.asarray(x)
+    if x.shape[: len(shape) - 1] != shape[:-1]:
+        return x
+    xp = np if isinstance(x, np.ndarray) else jnp  # numpy keeps 64 bits and concrete values for the checks
+    x = xp.expand_dims(x, len(shape) - 1)
+    return xp.broadcast_to(x, (*shape, *x.shape[len(shape):]))
 
 
 def prepare_law(law: Law, name: str) -> tuple[Operands, Config, tuple[int, ...]]:
@@ -63,19 +78,34 @@ def prepare_law(law: Law, name: str) -> tuple[Operands, Config, tuple[int, ...]]
         raise ValueError(f"{name} must have positions and {'d_model' if law.w is not None else 'vocab'} as its last axes; "
                          f"got shape {list(h.shape)}: give every position its own row.")
     shape = h.shape[:-1]
-    # float64 and Python numbers keep their checks: only arrays with the shape of the requests are repeated.
-    temperature = law.temperature
-    if np.ndim(temperature):
-        temperature = _spread(temperature, "temperature", shape, 0)
-    options = {"temperature": temperature, "valid_vocab": law.valid_vocab,
-               "logit_bias": _spread(law.logit_bias, "logit_bias", shape, 1), "mask": _spread(law.mask, "mask", shape, 1)}
+    options = law._asdict()
+    head = {x: options.pop(x) for x in ("vocab_axis", "scale", "soft_cap", "precision", "implementation")}
+    del options["h"], options["w"]
+    options = {x: _spread(value, x, shape) for x, value in options.items()}
     if law.w is not None:
-        return prepare(h, law.w, vocab_axis=law.vocab_axis, scale=law.scale, soft_cap=law.soft_cap, precision=law.precision,
-                       implementation=law.implementation, **options)
+        return prepare(h, law.w, **options, **head)
     if law.scale is not None or law.soft_cap is not None:
         raise ValueError(f"{name} must have no scale and no soft_cap when it is given as logits; got scale={law.scale}, "
                          f"soft_cap={law.soft_cap}: apply them to the logits.")
     return prepare_logits(h, **options)
+
+
+def position_counts(counts: TokenCounts, draft_tokens: ArrayLike) -> TokenCounts:
+    """Counts `[*batch, draft_len + 1, vocab]` for the penalties of a target: each position counts the tokens drafted before it.
+
+    Args:
+      counts: of the requests, `[*batch, vocab]`, up to the block.
+      draft_tokens: integers `[*batch, draft_len]`; ids outside the vocabulary count nothing.
+
+    >>> from gumbeljax import count_tokens
+    >>> position_counts(count_tokens(jnp.array([0]), vocab=3), jnp.array([2, 2])).output.tolist()
+    [[0, 0, 0], [0, 0, 1], [0, 0, 2]]
+    """
+    tokens, vocab = _checks.as_array(draft_tokens, "draft_tokens"), counts.output.shape[-1]
+    each = jax.nn.one_hot(tokens, vocab, dtype=jnp.int32)
+    before = jnp.pad(jnp.cumsum(each, axis=-2), [(0, 0)] * (tokens.ndim - 1) + [(1, 0), (0, 0)])
+    in_prompt = jnp.broadcast_to(counts.in_prompt[..., None, :], before.shape)
+    return TokenCounts(in_prompt, counts.output[..., None, :] + before)
 
 
 class Drafts(NamedTuple):

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 import gumbeljax
-from gumbeljax.speculative import Law, verify
+from gumbeljax._keys import row_keys
+from gumbeljax.speculative import Law, leviathan, position_keys, verify
+from gumbeljax.speculative.law import prepare_law
+from pallas_kernels import noise
 from tests.speculative import markov, mutants
 from tests.statistics import ALPHA, chi_square, frequency_within, ks_gate, tuple_counts
 
@@ -114,3 +117,37 @@ def test_gates_see_every_mistake(mistake):
     with np.errstate(divide="ignore"):
         laws = [np.log(mutants.softmax(x, temperature)) for x in (target, draft)]
     assert passes(tokens, accepted, *laws, 3) == (mistake is None)
+
+
+SHARED = {
+    None: {},
+    "candidates with the noise of the drafts": {"FROM_TARGET": 0},
+    "residual with the noise of its candidate": {"FROM_RESIDUAL": leviathan.FROM_TARGET},
+    "one coin for the draft and for the candidate": {"CANDIDATE_COIN": 0},
+    "coins with the noise of the drafts": {"COIN": noise.DRAW},
+}
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_gates_see_noise_that_is_shared(shared, monkeypatch):
+    """The real code, with two of its streams made one: the law of 400,000 tokens over three groups is wrong."""
+    for name, value in SHARED[shared].items():
+        monkeypatch.setattr(noise if name == "COIN" else leviathan, name, value)
+    n, vocab = 400_000, 40
+    rng = np.random.default_rng(0)
+    p = rng.dirichlet(np.full(vocab, 0.5))
+    q = 0.9 * rng.dirichlet(np.full(vocab, 1.0)) + 0.1 * p
+    log_p, log_q = (jnp.asarray(np.log(x), jnp.float32) for x in (p, q))
+    unjitted = leviathan.verify_drafts.__wrapped__  # traced here, so that it sees the constants of this test
+
+    @jax.jit
+    def run(key):
+        keys = position_keys(jax.random.split(key, n), 0, 2)
+        drafted = gumbeljax.sample_logits(jnp.broadcast_to(log_q, (n, vocab)), keys[:, 0])
+        sides = [prepare_law(Law(jnp.broadcast_to(x, (n, k, vocab))), "law") for x, k in ((log_p, 2), (log_q, 1))]
+        words = tuple(x.reshape(n, 2) for x in row_keys(keys, (n, 2)))
+        return unjitted(sides[0][0], sides[1][0], drafted[:, None, None], jnp.ones((n, 1), jnp.int32), words,
+                        target_config=sides[0][1], draft_config=sides[1][1]).tokens[:, 0]
+
+    p_value = chi_square(np.bincount(run(jax.random.key(0)), minlength=vocab), p)
+    assert (p_value > ALPHA) == (shared is None)

@@ -64,8 +64,9 @@ def generate(key, *, n, constrained):
     potential_fn = None if constrained else lambda particles: REWARD * particles[3]
     state = smc.init((zero, zero, zero, zero), jnp.zeros((RUNS, n)), potential_fn=potential_fn)
 
-    def step(state, key):  # the weight is the mass that masking took from this token's law: 0 in log where it took none
-        return smc.step(state, key, propose_fn=propose_fn, log_weight_fn=lambda _, log_mass: log_mass, potential_fn=potential_fn)
+    def step(state, key):  # a weight is the mass that masking left of this token's law: 0 in log where it left all
+        return smc.step(state, key, propose_fn=propose_fn, log_weight_fn=lambda _, log_mass: log_mass,
+                        potential_fn=potential_fn)
 
     keys = jax.random.split(key, LENGTH + 1)
     state, _ = jax.lax.scan(step, state, keys[:-1])
@@ -92,7 +93,7 @@ def main() -> None:
         axis.axhline(floor, color=colour, linewidth=0.8, linestyle=":")
     target = targets["at most two b"] / targets["at most two b"].sum()
     masked = 0.5 * np.abs(masked_law() - target).sum()
-    print(f"\nforbidding tokens one by one: distance {masked:.3f} in theory, which one particle has too, whatever the time spent")
+    print(f"\nforbidding tokens one by one: distance {masked:.3f} in theory; one particle is nothing else")
     axis.axhline(masked, color="#8c8c8c", linewidth=0.8, label="at most two b, tokens forbidden one by one")
     axis.set(xscale="log", yscale="log", xlabel="particles", ylabel="total variation distance to the law wanted")
     axis.set_xticks(SIZES, [str(n) for n in SIZES], minor=False)

@@ -44,8 +44,9 @@ def measured(target, draft, key):
     own = jax.vmap(lambda k: jax.random.split(k, 4))(keys[:, 0])  # noise of four chains
     spread = lambda x, *shape: jnp.broadcast_to(x, (DRAWS, *shape, VOCAB))  # noqa: E731
     drafted = gumbeljax.sample_logits(spread(draft, 4), own)[..., None]
-    out = {f"{n} chains": speculative.verify_chains(Law(spread(target, n, 2)), Law(spread(draft, n, 1)), drafted[:, :n], keys)
-           for n in (4, 2)}
+    verify_chains = lambda n: speculative.verify_chains(  # noqa: E731
+        Law(spread(target, n, 2)), Law(spread(draft, n, 1)), drafted[:, :n], keys)
+    out = {f"{n} chains": verify_chains(n) for n in (4, 2)}
     out["verify"] = speculative.verify(Law(spread(target, 2)), Law(spread(draft, 1)), drafted[:, 0], keys)
     same_noise = gumbeljax.sample_logits(spread(draft), keys[:, 0])[:, None]
     out["coupled"] = speculative.verify_coupled(Law(spread(target, 2)), same_noise, keys)
@@ -54,7 +55,8 @@ def measured(target, draft, key):
 
 def exact(target, draft) -> dict:
     return {
-        "4 chains": speculative.chains_acceptance(target, draft, 4), "2 chains": speculative.chains_acceptance(target, draft, 2),
+        "4 chains": speculative.chains_acceptance(target, draft, 4),
+        "2 chains": speculative.chains_acceptance(target, draft, 2),
         "verify": speculative.acceptance(target, draft), "coupled": speculative.coupled_acceptance(target, draft),
     }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The law of a model at every position of a draft, as the verifiers take it, and the keys of positions."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,10 +78,10 @@ def prepare_law(law: Law, name: str) -> tuple[Operands, Config, tuple[int, ...]]
         raise ValueError(f"{name} must have positions and {'d_model' if law.w is not None else 'vocab'} as its last axes; "
                          f"got shape {list(h.shape)}: give every position its own row.")
     shape = h.shape[:-1]
-    options = law._asdict()
+    options: dict[str, Any] = law._asdict()
     head = {x: options.pop(x) for x in ("vocab_axis", "scale", "soft_cap", "precision", "implementation")}
     del options["h"], options["w"]
-    options = {x: _spread(value, x, shape) for x, value in options.items()}
+    options: dict[str, Any] = {x: _spread(value, x, shape) for x, value in options.items()}
     if law.w is not None:
         return prepare(h, law.w, **options, **head)
     if law.scale is not None or law.soft_cap is not None:

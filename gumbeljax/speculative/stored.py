@@ -1,6 +1,7 @@
 """Laws under filters: their logits exist, for a few requests at a time."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,16 +32,11 @@ def _split(x: Array, requests: int, chunk: int) -> Array:
     return x.reshape(x.shape[0] // chunk, chunk * x.shape[1], *x.shape[2:])
 
 
-def _apart(operands: Operands) -> tuple[Operands, Operands]:
-    """What has rows, and what all rows share; the rest of each is None."""
+def _apart(operands: Operands) -> tuple[Operands, dict[str, Any]]:
+    """The operands without what all rows share, and that."""
     fields = operands._asdict()
     once = {"w", *(name for name in DENSE if fields[name] is not None and fields[name].ndim == 1)}
-    return (Operands(**{name: None if name in once else x for name, x in fields.items()}),
-            Operands(**{name: x if name in once else None for name, x in fields.items()}))
-
-
-def _together(own: Operands, shared: Operands) -> Operands:
-    return Operands(*(b if a is None else a for a, b in zip(own, shared, strict=True)))
+    return operands._replace(**dict.fromkeys(once)), {name: fields[name] for name in once}
 
 
 def in_chunks(function, laws: list[tuple[Operands, Config]], requests: int, *arrays):
@@ -51,7 +47,7 @@ def in_chunks(function, laws: list[tuple[Operands, Config]], requests: int, *arr
 
     def one(part):
         own, arrays = part
-        stored = [_stored(_together(*x), config) for *x, (_, config) in zip(own, shared, laws, strict=True)]
+        stored = [_stored(x._replace(**same), config) for x, same, (_, config) in zip(own, shared, laws, strict=True)]
         return function(stored, *arrays)
 
     out = jax.lax.map(one, jax.tree.map(lambda x: _split(x, requests, chunk), (own, arrays)))

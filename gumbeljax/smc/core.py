@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from gumbeljax import _checks
+from gumbeljax._call import plain_broadcasting
 from gumbeljax._keys import as_threefry, row_keys, typed_key, wrong_shape
 from gumbeljax._typing import Array, ArrayLike, Key
 from gumbeljax.smc.ess import ess, log_mean_weight, log_weights_and_mask
@@ -52,6 +53,7 @@ class Info(NamedTuple):
     ancestors: Array
 
 
+@plain_broadcasting()
 def init(particles: Any, log_weights: ArrayLike, *, mask: ArrayLike | None = None,
          potential_fn: Callable | None = None) -> State:
     """The state before the first step.
@@ -85,6 +87,7 @@ def init(particles: Any, log_weights: ArrayLike, *, mask: ArrayLike | None = Non
     return State(particles, log_weights, potential, jnp.zeros(log_weights.shape[:-1], jnp.float32), alive)
 
 
+@plain_broadcasting()
 def step(state: State, key: Key, *, propose_fn: Callable, log_weight_fn: Callable, resample_fn: Callable = systematic,
          threshold: ArrayLike = 0.5, potential_fn: Callable | None = None) -> tuple[State, Info]:
     """Resamples where that is due, then moves and weighs all particles.
@@ -132,6 +135,7 @@ def step(state: State, key: Key, *, propose_fn: Callable, log_weight_fn: Callabl
     return State(particles, log_weights, potential, state.log_z, state.mask), info
 
 
+@plain_broadcasting()
 def resample(state: State, key: Key, *, resample_fn: Callable = systematic, threshold: ArrayLike = 0.5) -> tuple[State, Info]:
     """The resampling of `step` on its own, for a particle whose cache is moved by its ancestors elsewhere.
 
@@ -173,6 +177,7 @@ def gather(particles: Any, ancestors: Array) -> Any:
     return jax.tree.map(lambda x: x[(*where, ancestors)] if jnp.ndim(x) else x, particles)
 
 
+@plain_broadcasting()
 def log_evidence(state: State) -> Array:
     """log of the unbiased estimate of Z, f32 `[*groups]`: -inf when all particles have died, NaN in a group without any.
 
@@ -182,6 +187,7 @@ def log_evidence(state: State) -> Array:
     return state.log_z + log_mean_weight(state.log_weights, mask=state.mask)
 
 
+@plain_broadcasting()
 def choose(state: State, key: Key) -> Array:
     """One particle per group, drawn by weight: int32 index `[*groups]`, -1 in a group without a law.
 

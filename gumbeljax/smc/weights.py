@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from gumbeljax import _checks
+from gumbeljax._call import plain_broadcasting
 from gumbeljax._keys import as_threefry, typed_key
 from gumbeljax._typing import Array, ArrayLike, Key
 from gumbeljax.smc.core import gather
@@ -33,6 +34,7 @@ class Cut(NamedTuple):
     is_done: Array
 
 
+@plain_broadcasting()
 def cut_tokens(tokens: ArrayLike, is_done: ArrayLike, remaining: ArrayLike, *, eos: ArrayLike | None = None) -> Cut:
     """The tokens of a cycle that count: up to the first end of sequence, itself included, and up to the length cap.
 
@@ -62,6 +64,7 @@ def cut_tokens(tokens: ArrayLike, is_done: ArrayLike, remaining: ArrayLike, *, e
     return Cut(kept, over)
 
 
+@plain_broadcasting()
 def log_weight(target_log_probs: ArrayLike, proposal_log_probs: ArrayLike, *, alpha: ArrayLike = 1.0,
                kept: ArrayLike | None = None) -> Array:
     r"""Log-weight of a cycle, :math:`\sum_t \alpha \log p_T(x_t) - \log q(x_t)` over the tokens kept.
@@ -103,6 +106,7 @@ def bonus_temperature(temperature: ArrayLike, alpha: ArrayLike = 1.0) -> Array:
     return jnp.asarray(temperature, jnp.float32) / jnp.asarray(alpha, jnp.float32)
 
 
+@plain_broadcasting()
 def first_token_keys(key: Key, num_particles: int, *, alpha: ArrayLike = 1.0) -> Array:
     """Keys of the first token of every particle: one for all where alpha is 1, else one for each.
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gumbeljax import _checks
+from gumbeljax._call import plain_broadcasting
 from gumbeljax._typing import Array, ArrayLike
 from pallas_kernels.noise import GROUP
 
@@ -21,6 +22,7 @@ def _laws(target_logits, draft_logits) -> tuple[Array, Array]:
     return laws[0], laws[1]
 
 
+@plain_broadcasting()
 def acceptance(target_logits: ArrayLike, draft_logits: ArrayLike) -> Array:
     r"""Probability that `verify` accepts one token, :math:`\sum_v \min(p, q)(v) = 1 - TV(p, q)`. Exact up to rounding.
 
@@ -37,6 +39,7 @@ def acceptance(target_logits: ArrayLike, draft_logits: ArrayLike) -> Array:
     return jnp.sum(jnp.exp(jnp.minimum(log_p, log_q)), axis=-1)
 
 
+@plain_broadcasting()
 def chains_acceptance(target_logits: ArrayLike, draft_logits: ArrayLike, num_chains: int) -> Array:
     r"""Probability that `verify_chains` accepts a first token, :math:`1 - R_N`. Exact up to rounding; `acceptance` at N = 1.
 
@@ -55,7 +58,7 @@ def chains_acceptance(target_logits: ArrayLike, draft_logits: ArrayLike, num_cha
     """
     log_p, log_q = _laws(target_logits, draft_logits)
     p, q = jnp.exp(log_p), jnp.exp(log_q)
-    factor, left = jnp.zeros(p.shape[:-1]), jnp.ones(p.shape[:-1])
+    factor, left = jnp.zeros(p.shape[:-1], jnp.float32), jnp.ones(p.shape[:-1], jnp.float32)
     for _ in range(_checks.count(num_chains, "num_chains")):
         factor = factor + left
         left = jnp.sum(jnp.maximum(p - factor[..., None] * q, 0), axis=-1)
@@ -76,6 +79,7 @@ def _agreement(a: Array, b: Array) -> Array:
     return jax.lax.map(of_one, jnp.arange(a.shape[0]), batch_size=64)
 
 
+@plain_broadcasting()
 def coupled_acceptance(target_logits: ArrayLike, draft_logits: ArrayLike) -> Array:
     r"""Probability that `verify_coupled` accepts a token that the draft drew with the same key. Exact up to rounding.
 

@@ -17,6 +17,6 @@ def verify_drafts(target: Operands, tokens: Array, lens: Array, keys, *, config:
                                  **config.shape_arguments())
     token, log_prob = (x.reshape(requests, draft_len + 1) for x in (drawn.token, drawn.processed_log_prob))
     agree = (tokens == token[:, :-1]) & (tokens >= 0) & (jnp.arange(draft_len) < lens[:, None])
-    num_accepted = jnp.sum(jnp.cumprod(agree, axis=1, dtype=jnp.int32), axis=1)
+    num_accepted = jnp.sum(jnp.cumprod(agree, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
     is_out = jnp.arange(draft_len + 1) <= num_accepted[:, None]
-    return jnp.where(is_out, token, -1), num_accepted, jnp.where(is_out, log_prob, jnp.nan)
+    return jnp.where(is_out, token, -1), num_accepted, jnp.where(is_out, log_prob, 0.0)

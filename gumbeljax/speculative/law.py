@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gumbeljax import _checks
-from gumbeljax._call import Config, Operands, prepare, prepare_logits
+from gumbeljax._call import Config, Operands, plain_broadcasting, prepare, prepare_logits
 from gumbeljax._keys import as_threefry, typed_key
 from gumbeljax._typing import Array, ArrayLike, Key
 from gumbeljax.processing import Processors, TokenCounts
@@ -90,6 +90,7 @@ def prepare_law(law: Law, name: str) -> tuple[Operands, Config, tuple[int, ...]]
     return prepare_logits(h, **options)
 
 
+@plain_broadcasting()
 def position_counts(counts: TokenCounts, draft_tokens: ArrayLike) -> TokenCounts:
     """Counts `[*batch, draft_len + 1, vocab]` for the penalties of a target: each position counts the tokens drafted before it.
 
@@ -136,6 +137,7 @@ def check_drafts(draft_tokens: ArrayLike, draft_lens: ArrayLike | None, shape: t
     return Drafts(tokens, lens, batch_shape)
 
 
+@plain_broadcasting()
 def position_keys(key: Key, start: ArrayLike, count: int) -> Array:
     """Keys of the draws at absolute positions `start, ..., start + count - 1`: `fold_in(request key, position)`.
 

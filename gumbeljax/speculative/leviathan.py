@@ -196,5 +196,5 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
     log_p_accepted = jnp.pad(scores.log_p[request, stop.chain], ((0, 0), (0, 1)))
     place, last = jnp.arange(positions), stop.position[:, None]
     tokens = jnp.where(place < last, accepted, jnp.where(place == last, token[:, None], -1))
-    log_probs = jnp.where(place < last, log_p_accepted, jnp.where(place == last, log_p[:, None], jnp.nan))
+    log_probs = jnp.where(place < last, log_p_accepted, jnp.where(place == last, log_p[:, None], 0.0))
     return Outcome(tokens, stop.position, log_probs, stop.chain)

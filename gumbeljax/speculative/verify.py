@@ -47,8 +47,9 @@ class Verification(NamedTuple):
     """What a block of one chain yields.
 
     `tokens` int32 `[*batch, draft_len + 1]`: the accepted tokens, one from the target, then -1. `num_accepted` int32
-    `[*batch]`: the block has `num_accepted + 1` tokens. `log_probs` f32, shape of the tokens: under the target's tempered
-    law (after bias, mask and temperature); NaN where the token is -1.
+    `[*batch]`: the block has `num_accepted + 1` tokens. `log_probs` f32, shape of the tokens: under the law that the target
+    draws from (after bias, mask, temperature and filters); 0 behind the last token, so that a sum is that of the block.
+    Where the target has no law the last token is -1, with NaN.
     """
 
     tokens: Array

@@ -1,0 +1,200 @@
+"""The two halves of lossless verification: what the tables say about the drafts, and the walk along them.
+
+Shapes: `requests` is the flattened batch; drafts are `[requests, chains, draft_len]`; positions are draft_len + 1.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gumbeljax._call import Config, Operands
+from gumbeljax._typing import Array
+from pallas_kernels import dual, noise
+from pallas_kernels.finish import has_law
+from pallas_kernels.logits import Elementwise
+
+STREAMS = 2**23  # of one purpose: sample number STREAMS is the first of the next purpose
+FROM_TARGET = noise.RESIDUAL * STREAMS  # the bonus, or the first candidate for the residual
+FROM_RESIDUAL = noise.RESIDUAL * STREAMS + 1
+CANDIDATE_COIN = 2**22  # coins below it belong to the chains
+NEGLIGIBLE = 2.0**-20  # a residual mass below it is rounding: p and q are equal
+
+
+class Outcome(NamedTuple):
+    """Of a block: tokens and their log p `[requests, positions]`, accepted tokens and a chain that has them `[requests]`."""
+
+    tokens: Array
+    num_accepted: Array
+    log_probs: Array
+    chain: Array
+
+
+class Scores(NamedTuple):
+    """Of the drafted tokens, `[requests, chains, draft_len]`; C_m and R_m have an axis of levels in front."""
+
+    proposed: Array  # whether there is a token to try
+    log_p: Array
+    log_q: Array
+    factors: Array  # C_m, m = 0 .. chains
+    masses: Array  # R_m, m = 0 .. chains - 1
+
+
+class Stop(NamedTuple):
+    """Where the walk ended, `[requests]` each: after `position` accepted tokens of `chain`, `level` chains rejected there."""
+
+    position: Array
+    chain: Array
+    level: Array
+
+
+def block_size(config: Config) -> int:
+    """Tokens that a pass over both tables scores at a time."""
+    return min(2048 if config.device.platform == "cpu" else 16384, config.vocab)
+
+
+def _side(operands: Operands, config: Config, normalizer: dual.Normalizer) -> dual.Side:
+    return dual.Side(operands.h, operands.w, operands.t, operands.options(config), normalizer, config.vocab_axis,
+                     config.precision)
+
+
+def _rows_of(side: dual.Side, rows: Array) -> dual.Side:
+    """The side at some of its rows."""
+    own = {name: x[rows] for name, x in side.options.dense().items() if x.ndim > 1}
+    options = side.options._replace(**own)
+    return side._replace(h=None if side.h is None else side.h[rows], t=side.t[rows], options=options,
+                         normalizer=dual.Normalizer(*(x[rows] for x in side.normalizer)))
+
+
+def target_side(operands: Operands, config: Config, keys) -> dual.Side:
+    """One pass over the target's table: p's normaliser, and a token drawn from p (-1 without a law), at every row."""
+    drawn = config.stages().draw(operands.h, operands.w, keys, operands.t, operands.options(config), sample=FROM_TARGET,
+                                 **config.shape_arguments())
+    zero = jnp.zeros_like(drawn.log_normalizer)
+    return _side(operands, config, dual.Normalizer(drawn.log_normalizer, zero, drawn.token, drawn.processed_log_prob))
+
+
+def draft_side(operands: Operands | None, config: Config | None, tokens: Array) -> tuple[dual.Side, Array]:
+    """One pass over the draft's table: q's normaliser, and whether q is a law. Without operands q is all on the token."""
+    if operands is None or config is None:
+        zero = jnp.zeros(tokens.shape, jnp.float32)
+        return dual.Side(None, None, zero, Elementwise(), dual.Normalizer(zero, zero, tokens, zero)), tokens >= 0
+    mass = config.stages().mass(operands.h, operands.w, operands.t, operands.options(config), **config.shape_arguments())
+    log_total = jnp.log(mass.total)
+    known = jnp.where(operands.t == 0.0, 0.0, -log_total)
+    side = _side(operands, config, dual.Normalizer(mass.top, log_total, mass.argmax, known))
+    return side, has_law(mass.top, mass.total)
+
+
+def levels(target: dual.Side, draft: dual.Side, num_chains: int, config: Config) -> tuple[Array, Array]:
+    """(C_m for m = 0 .. N, R_m for m = 0 .. N - 1), `[levels, rows]`: N - 1 passes over both tables."""
+    zero = jnp.zeros(target.t.shape, jnp.float32)
+    factors, masses = [zero, zero + 1.0], [zero + 1.0]
+    for _ in range(num_chains - 1):
+        masses.append(dual.residual_mass(target, draft, factors[-1], vocab=config.vocab, block=block_size(config)))
+        factors.append(factors[-1] + masses[-1])
+    return jnp.stack(factors), jnp.stack(masses)
+
+
+def log_coins(keys, num_chains: int) -> Array:
+    """Logs of uniform numbers in (0, 1), never -inf, never 0, for each chain and then for the candidate:
+    `[chains + 1, requests, positions]`."""
+    numbers = jnp.arange(num_chains + 1).at[-1].set(CANDIDATE_COIN)[:, None, None]
+    words = noise.threefry2x32(keys[0], keys[1], noise.stream(noise.COIN, numbers, 0), jnp.uint32(0))
+    return jnp.log(noise.uniform(*words))
+
+
+def _at_level(x: Array, level: Array) -> Array:
+    """x `[levels, requests]` at each request's level."""
+    return jnp.take_along_axis(x, level[None], axis=0)[0]
+
+
+def walk(tokens: Array, scores: Scores, coins: Array) -> Stop:
+    """Tries the drafted tokens, position by position and chain by chain; coins are those of `log_coins`.
+
+    At each position the chains that agree with what was kept are tried in turn; the first that is accepted decides who
+    goes on. Chains before it had another token, or the same one rejected, which leaves it no mass to be accepted later.
+    """
+    requests, num_chains, draft_len = tokens.shape
+    alive = jnp.ones((requests, num_chains), bool)
+    going = jnp.ones(requests, bool)
+    stop = Stop(*(jnp.zeros(requests, jnp.int32) for _ in Stop._fields))
+    for j in range(draft_len):
+        first_alive = jnp.argmax(alive, axis=-1).astype(jnp.int32)
+        level, taken = jnp.zeros(requests, jnp.int32), jnp.full(requests, num_chains, jnp.int32)
+        for n in range(num_chains):
+            tried = alive[:, n] & scores.proposed[:, n, j] & (taken == num_chains)
+            factor, mass = (_at_level(x[:, :, n, j], level) for x in (scores.factors, scores.masses))
+            left = dual.log_residual(scores.log_p[:, n, j], scores.log_q[:, n, j], factor)
+            ratio = left - jnp.log(mass) - scores.log_q[:, n, j]  # NaN where p and q are 0: not accepted
+            accepted = tried & (mass > NEGLIGIBLE) & (coins[n, :, j] < ratio)
+            taken = jnp.where(accepted, n, taken)
+            level = level + (tried & ~accepted)
+        onward = going & (taken < num_chains)
+        ends = going & ~onward
+        stop = Stop(*(jnp.where(ends, new, old) for new, old in zip((j, first_alive, level), stop, strict=True)))
+        taken_token = jnp.take_along_axis(tokens[:, :, j], jnp.minimum(taken, num_chains - 1)[:, None], axis=1)
+        same = (tokens[:, :, j] == taken_token) & (jnp.arange(num_chains) >= taken[:, None])
+        alive, going = jnp.where(onward[:, None], alive & same, alive), onward
+    whole = (jnp.int32(draft_len), jnp.argmax(alive, axis=-1).astype(jnp.int32), jnp.int32(0))
+    return Stop(*(jnp.where(going, new, old) for new, old in zip(whole, stop, strict=True)))
+
+
+def _score(target: dual.Side, q: dual.Side, exists: Array, tokens: Array, lens: Array, config: Config) -> Scores:
+    """Log-probabilities of the drafted tokens under both laws; sides at the rows of `tokens`, flattened."""
+    shape, vocab = tokens.shape, config.vocab
+    factors, masses = levels(target, q, shape[1], config)
+    log_p, log_q = (dual.log_law_at(side, tokens.reshape(1, -1), vocab).reshape(shape) for side in (target, q))
+    # A draft ends before the first token that does not exist or has no law: there the target draws freely.
+    real = (tokens >= 0) & (tokens < vocab) & (exists & (target.normalizer.token >= 0)).reshape(shape)
+    real &= jnp.arange(shape[-1]) < lens[..., None]
+    proposed = jnp.cumprod(real, axis=-1, dtype=jnp.int32) > 0
+    return Scores(proposed, log_p, log_q, factors.reshape(-1, *shape), masses.reshape(-1, *shape))
+
+
+@functools.partial(jax.jit, static_argnames=("target_config", "draft_config"))
+def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, *, target_config: Config,
+                  draft_config: Config | None) -> Outcome:
+    """Verifies `tokens [requests, chains, draft_len]`; keys are two words `[requests, positions]`."""
+    requests, num_chains, draft_len = tokens.shape
+    positions, vocab = draft_len + 1, target_config.vocab
+    spread = lambda x: jnp.broadcast_to(x[:, None], (requests, num_chains, positions)).reshape(-1)  # noqa: E731
+    p = target_side(target, target_config, tuple(map(spread, keys)))
+    if draft_len == 0:
+        token, log_p = (x.reshape(requests, num_chains) for x in (p.normalizer.token, p.normalizer.token_log_prob))
+        none = jnp.zeros(requests, jnp.int32)
+        return Outcome(token[:, :1], none, log_p[:, :1], none)
+    rows = jnp.arange(requests * num_chains * positions).reshape(requests, num_chains, positions)
+    q, exists = draft_side(draft, draft_config, tokens.reshape(-1))
+    scores = _score(_rows_of(p, rows[..., :-1].reshape(-1)), q, exists, tokens, lens, target_config)
+    coins = log_coins(keys, num_chains)
+    stop = walk(tokens, scores, coins)
+
+    # The last token: from p where nothing was rejected, else from what the rejections left of p.
+    request, place = jnp.arange(requests), jnp.minimum(stop.position, draft_len - 1)
+    p = _rows_of(p, rows[request, stop.chain, stop.position])
+    q = _rows_of(q, (request * num_chains + stop.chain) * draft_len + place)
+    factor = jnp.where(stop.level > 0, _at_level(scores.factors[:, request, stop.chain, place], stop.level), 0.0)
+    keys = tuple(x[request, stop.position] for x in keys)
+    token, log_p = p.normalizer.token, p.normalizer.token_log_prob
+    log_q = dual.log_law_at(q, token[None], vocab)[0]
+    # Greedy rows have one token to be drawn, whatever q says of it.
+    coin = coins[-1, request, stop.position]
+    kept = (stop.level == 0) | (p.t == 0.0) | (coin < dual.log_residual(log_p, log_q, factor) - log_p)
+    again = ~kept & (token >= 0)
+
+    def draw(_):
+        return dual.residual_draw(p, q, factor, keys, sample=FROM_RESIDUAL, vocab=vocab, block=block_size(target_config))
+
+    zero = jnp.zeros_like(log_p)
+    other, log_p_other, mass = jax.lax.cond(jnp.any(again), draw, lambda _: (jnp.zeros_like(token), zero, zero), None)
+    again &= mass > NEGLIGIBLE
+    token, log_p = jnp.where(again, other, token), jnp.where(again, log_p_other, log_p)
+
+    accepted = jnp.pad(tokens[request, stop.chain], ((0, 0), (0, 1)))
+    log_p_accepted = jnp.pad(scores.log_p[request, stop.chain], ((0, 0), (0, 1)))
+    place, last = jnp.arange(positions), stop.position[:, None]
+    tokens = jnp.where(place < last, accepted, jnp.where(place == last, token[:, None], -1))
+    log_probs = jnp.where(place < last, log_p_accepted, jnp.where(place == last, log_p[:, None], 0.0))
+    return Outcome(tokens, stop.position, log_probs, stop.chain)

@@ -1,0 +1,110 @@
+"""Two laws over one vocabulary: log-probabilities of given tokens, and draws from `max(p - c q, 0)`.
+
+Pure JAX on any device. The vocabulary is streamed in blocks, so that no logits are kept. Vocabulary runs along axis 0, rows
+along the last axis. A side without logits of its own is a draft that always proposes one token: q is 1 there.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels import race, xla
+from pallas_kernels.finish import group_logits, token_logits
+from pallas_kernels.logits import Elementwise, inverse_temperature, model_logits, processed_logits, rows_of
+
+
+class Normalizer(NamedTuple):
+    """What turns a row's logits into log-probabilities: `log p(v) = (l_v - top) / T - log_total`.
+
+    `token` is one token whose log-probability is known to the last bit (other logits are recomputed in another order of
+    summation, and the difference is divided by T). At T = 0 it is the greedy one. Every leaf `[rows]`.
+    """
+
+    top: Any
+    log_total: Any
+    token: Any
+    token_log_prob: Any
+
+
+class Side(NamedTuple):
+    """One law: operands as everywhere (`w` None: `h` holds logits; `h` None: all on `normalizer.token`)."""
+
+    h: Any
+    w: Any
+    t: Any
+    options: Elementwise
+    normalizer: Normalizer
+    vocab_axis: int = 0
+    precision: Any = None
+
+
+def log_law(x, ids, side: Side):
+    """Log-probabilities of the tokens `ids` with processed logits x, `[n, rows]`; never above 0."""
+    known, t = side.normalizer, side.t
+    if side.h is None:
+        return jnp.where(ids == known.token, 0.0, -jnp.inf)
+    log_prob = jnp.minimum((x - known.top) * inverse_temperature(t) - known.log_total, 0.0)
+    return jnp.where(ids == known.token, known.token_log_prob, jnp.where(t == 0.0, -jnp.inf, log_prob))
+
+
+def log_law_at(side: Side, ids, vocab):
+    """Log-probabilities of the token ids `[n, rows]`; ids outside the vocabulary are clipped into it."""
+    ids = jnp.clip(ids, 0, vocab - 1)
+    if side.h is None:
+        return log_law(None, ids, side)
+    options = side.options
+    model = model_logits(token_logits(side.h, side.w, ids, side.vocab_axis), options.scale, options.soft_cap)
+    return log_law(processed_logits(model, rows_of(options, ids)), ids, side)
+
+
+def log_law_block(side: Side, start, size):
+    """Log-probabilities of the ids `[start, start + size)`, `[size, rows]`."""
+    ids = start + jnp.arange(size, dtype=jnp.int32)[:, None]
+    if side.h is None:
+        return log_law(None, ids, side)
+    x = xla.processed_block(side.h, side.w, start, size, side.options, side.vocab_axis, side.precision)[1]
+    return log_law(x, ids, side)
+
+
+def log_law_group(side: Side, first, vocab):
+    """(ids, log-probabilities) of one group per row, `[16, rows]`."""
+    if side.h is None:
+        ids = first + jnp.arange(race.noise.GROUP, dtype=jnp.int32)[:, None]
+        return ids, log_law(None, ids, side)
+    ids, _, x = group_logits(side.h, side.w, first, side.options, vocab=vocab, vocab_axis=side.vocab_axis)
+    return ids, jnp.where(x == -jnp.inf, -jnp.inf, log_law(x, ids, side))
+
+
+def log_residual(log_p, log_q, factor):
+    """`log max(p - factor * q, 0)` without cancellation; -inf where p is 0."""
+    gap = jnp.where(factor > 0.0, log_q + jnp.log(factor) - log_p, -jnp.inf)
+    below = (gap < 0.0) & (log_p > -jnp.inf)
+    return jnp.where(below, log_p + jnp.log(-jnp.expm1(jnp.where(below, gap, -1.0))), -jnp.inf)
+
+
+def residual_mass(target: Side, draft: Side, factor, *, vocab, block):
+    """`sum_v max(p_v - factor * q_v, 0)`, `[rows]`: one pass over both tables."""
+    def of_block(start, size):
+        r = log_residual(log_law_block(target, start, size), log_law_block(draft, start, size), factor)
+        return jnp.sum(jnp.exp(r), axis=0)
+
+    return xla.fold_blocks(of_block, lambda pair: jnp.sum(pair, axis=0), vocab, block)
+
+
+def residual_draw(target: Side, draft: Side, factor, keys, *, sample, vocab, block):
+    """(token, its log p, mass) drawn from `max(p - factor * q, 0)` by the grouped race: one pass over both tables.
+
+    Where the mass is 0 the token means nothing.
+    """
+    one = jnp.float32(1.0)
+
+    def of_block(start, size):
+        r = log_residual(log_law_block(target, start, size), log_law_block(draft, start, size), factor)
+        return race.race_of(xla.pad_to_group(r), keys, sample, one, start)
+
+    won = xla.fold_blocks(of_block, lambda pair: race.merge(pair, one), vocab, block)
+    first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
+    ids, log_p = log_law_group(target, first, vocab)
+    r = log_residual(log_p, log_law_group(draft, first, vocab)[1], factor)
+    token = race.choose(race.token_scores(r, keys, sample, one, ids), ids)
+    return token, jnp.sum(jnp.where(ids == token, log_p, 0.0), axis=0), won.total * jnp.exp(won.top)

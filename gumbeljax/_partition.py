@@ -155,7 +155,7 @@ def run(fn: Callable, layout: Layout, h, w, options: dict[str, Any]):
                 token_lists(x, n, np.shape(h)[:-1], vocab)
             fields = {n: x if x is None or isinstance(x, TokenCounts) else x if hasattr(x, "dtype") else np.asarray(x)
                       for n, x in (value._asdict() | lists).items()}
-            arrays[name] = Processors(**fields)
+            arrays[name] = value._replace(**fields)
             continue
         operand = as_operand(value, name)
         if operand is None:

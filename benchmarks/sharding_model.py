@@ -7,6 +7,7 @@ its persistent programs, one on each multiprocessor, take in turns. The last tur
 is bound by its memory hides part of that, one that is bound by its products does not.
 """
 
+from math import ceil
 from typing import NamedTuple
 
 from pallas_kernels.mosaic import choose_tiles
@@ -30,8 +31,8 @@ def waves(vocab: int, shards: int, rows: int, d_model: int, cores: int = CORES) 
     """
     tiles = choose_tiles(rows, d_model)
     tall, wide = (128, tiles.vocab) if tiles.split_rows else (64, 2 * tiles.vocab)
-    count = -(-(-(-vocab // shards)) // wide) * -(-rows // tall)
-    turns = -(-count // cores)
+    count = ceil(ceil(vocab / shards) / wide) * ceil(rows / tall)
+    turns = ceil(count / cores)
     return Waves(count, turns, count / (turns * cores))
 
 

@@ -10,6 +10,7 @@ from gumbeljax.processing import Processors, TokenCounts, count_tokens, options_
 from gumbeljax.relaxation import gumbel_softmax  # noqa: E402
 from gumbeljax.sampling import Draw, greedy, sample, sample_logits, sample_with_log_probs  # noqa: E402
 from gumbeljax.scoring import log_prob  # noqa: E402
+from gumbeljax.sharding import sample_sharded  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "processed_log_probs",
     "sample",
     "sample_logits",
+    "sample_sharded",
     "sample_with_log_probs",
     "top_log_probs",
 ]

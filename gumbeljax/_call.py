@@ -1,12 +1,13 @@
 """From a user's arguments to checked operands and one static description of the call, shared by every entry point."""
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gumbeljax import _checks, _implementation, processing
+from gumbeljax import _checks, _implementation, _mesh, processing
 from gumbeljax._typing import Array, ArrayLike
 from pallas_kernels.kept import Filters
 from pallas_kernels.logits import Elementwise, canonical_temperature
@@ -27,6 +28,7 @@ class Config(NamedTuple):
     scale: float | None
     soft_cap: float | None
     precision: jax.lax.Precision | None
+    axis_name: tuple[str, ...] = ()  # mesh axes that cut the vocabulary; `vocab` is then that of one shard
 
     def stages(self) -> _implementation.Stages:
         """Stage 1 of the chosen implementation."""
@@ -53,12 +55,13 @@ class Operands(NamedTuple):
     factor: Array | None
     offset: Array | None
     filters: Filters | None
+    valid: Array | None = None  # i32: ids of this shard that are not padding, or None when all are real
 
     def dense(self):
         return self.bias, self.mask, self.factor, self.offset
 
     def options(self, config: Config) -> Elementwise:
-        return Elementwise(config.scale, config.soft_cap, *self.dense())
+        return Elementwise(config.scale, config.soft_cap, *self.dense(), self.valid)
 
 
 def _operands(h, w, batch_shape, width, vocab, *, temperature, top_k, top_p, min_p, logit_bias, mask, processors) -> Operands:
@@ -75,19 +78,33 @@ def _operands(h, w, batch_shape, width, vocab, *, temperature, top_k, top_p, min
 
 
 def prepare(h, w, *, temperature=1.0, top_k=None, top_p=None, min_p=None, valid_vocab=None, logit_bias=None, mask=None,
-            processors=None, vocab_axis=0, scale=None, soft_cap=None, precision=None, implementation=None,
+            processors=None, vocab_axis=0, scale=None, soft_cap=None, precision=None, implementation=None, axis_name=None,
             groups=False) -> tuple[Operands, Config, tuple[int, ...]]:
     """Checks the arguments common to all entry points; the last result is the batch shape. `groups`: the call will need
     the masses of all groups."""
-    head, device = _checks.head(h, w, vocab_axis, valid_vocab), _implementation.device_facts(h)
+    axes = _mesh.vocabulary_axes(axis_name, w, h=h, temperature=temperature)
+    head, device = _checks.head(h, w, vocab_axis, None if axes else valid_vocab), _implementation.device_facts(h)
+    valid = None
+    if axes:
+        all_vocab, first = head.vocab * _mesh.num_shards(axes), _mesh.first_id(axes, head.vocab)
+        vocab = _checks.vocabulary(valid_vocab, all_vocab)
+        valid = None if vocab == all_vocab else jnp.clip(vocab - first, 0, head.vocab)
+        if isinstance(logit_bias, Mapping):
+            dense = _checks.dense_bias(logit_bias, "logit_bias", all_vocab, vocab)
+            logit_bias = jax.lax.dynamic_slice_in_dim(dense, first, head.vocab)
+        processors = processing.of_shard(processors, first, vocab, head.batch_shape)
     operands = _operands(head.h, head.w, head.batch_shape, head.w.shape[head.vocab_axis], head.vocab, temperature=temperature,
                          top_k=top_k, top_p=top_p, min_p=min_p, logit_bias=logit_bias, mask=mask, processors=processors)
+    operands = operands._replace(valid=valid)
+    if axes and operands.filters is not None:
+        raise NotImplementedError("top_k, top_p and min_p must be None on a vocabulary that is cut over devices; got axis_name="
+                                  f"{axes}: gather w and leave axis_name out.")
     name = _implementation.choose(head.h, head.w, implementation, device, vocab_axis=head.vocab_axis,
-                                  options=Elementwise(None, None, *operands.dense()), groups=groups,
+                                  options=Elementwise(None, None, *operands.dense(), valid), groups=groups,
                                   filters=operands.filters is not None)
     config = Config(
         name, device, head.vocab, head.vocab_axis, _checks.constant(scale, "scale"),
-        _checks.constant(soft_cap, "soft_cap", positive=True), _implementation.precision_of(precision, head.h.dtype))
+        _checks.constant(soft_cap, "soft_cap", positive=True), _implementation.precision_of(precision, head.h.dtype), axes)
     return operands, config, head.batch_shape
 
 

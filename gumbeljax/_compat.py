@@ -32,6 +32,11 @@ def pallas_mosaic():
         return None
 
 
+def varying(x) -> frozenset[str]:
+    """The mesh axes over which the type of x says that it varies, inside `shard_map` with its check on."""
+    return jax.typeof(x).manual_axis_type.varying if hasattr(x, "dtype") else frozenset()
+
+
 def quiet_triton_deprecation() -> None:
     """JAX warns at every lowering for Triton since 0.11. The plan for it is in docs/design.md; users need not read it
     at each call. Called whenever a kernel is traced, since `warnings.catch_warnings` blocks forget filters."""

@@ -91,9 +91,10 @@ def choose(h, w, implementation: str | None, device: DeviceFacts, *, vocab_axis=
 
 
 class Stages(NamedTuple):
-    """What an implementation offers: a draw, the mass of the vocabulary, and the masses of its groups."""
+    """What an implementation offers: a draw, the draw of a shard, the mass of the vocabulary, and the masses of its groups."""
 
     draw: Callable
+    piece: Callable
     mass: Callable
     groups: Callable
 
@@ -102,16 +103,18 @@ def stages(implementation: str, device: DeviceFacts) -> Stages:
     """The functions of an implementation; those of all implementations take the same arguments."""
     if implementation == "xla":
         tiles = None if device.platform == "cpu" else XlaTiles(32768)  # long blocks keep an accelerator busy
-        return Stages(*(functools.partial(f, tiles=tiles) for f in (xla.draw, xla.stage1_mass, xla.stage1_groups)))
+        return Stages(*(functools.partial(f, tiles=tiles) for f in (xla.draw, xla.piece, xla.stage1_mass, xla.stage1_groups)))
     from pallas_kernels import triton
 
     _compat.quiet_triton_deprecation()
     plt = _compat.pallas_triton()
-    by_triton = Stages(*(functools.partial(f, plt=plt) for f in (triton.draw, triton.stage1_mass, triton.stage1_groups)))
+    by_triton = Stages(*(functools.partial(f, plt=plt)
+                         for f in (triton.draw, triton.piece, triton.stage1_mass, triton.stage1_groups)))
     if implementation == "triton":
         return by_triton
     machine = {"mgpu": _compat.pallas_mosaic(), "num_sms": device.cores}
     return by_triton._replace(draw=functools.partial(mosaic.draw, plt=plt, **machine),
+                              piece=functools.partial(mosaic.piece, plt=plt, **machine),
                               mass=functools.partial(mosaic.stage1_mass, **machine))
 
 

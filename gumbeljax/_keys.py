@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gumbeljax._typing import Array, Key
 from pallas_kernels import noise
@@ -47,18 +48,34 @@ def wrong_shape(key: Array, batch_shape: tuple[int, ...]) -> ValueError:
                       f"got shape {list(key.shape)}: {fix}.")
 
 
-def row_keys(key: Key, batch_shape: tuple[int, ...]) -> tuple[Array, Array]:
+def first_row(row_offset) -> Array:
+    """The checked index of the first row, uint32."""
+    if not hasattr(row_offset, "dtype"):
+        row_offset = np.asarray(row_offset)
+    if row_offset.shape != () or not jnp.issubdtype(row_offset.dtype, jnp.integer):
+        raise TypeError(f"row_offset must be one integer, the index of the first row in the whole batch; got "
+                        f"{row_offset.dtype}{list(row_offset.shape)}: pass one number.")
+    return jnp.asarray(row_offset).astype(jnp.uint32)
+
+
+def row_keys(key: Key, batch_shape: tuple[int, ...], row_offset=None) -> tuple[Array, Array]:
     """The two key words of every row, uint32 `[rows]` each.
 
     An array of keys with the shape of the batch is used as it is. One key for a batch gives row i (row-major) the key
-    `jax.random.fold_in(key, i)`, so a row's key does not depend on the size of the batch.
+    `jax.random.fold_in(key, row_offset + i)`, so a row's key does not depend on the size of the batch.
     """
     key = as_threefry(typed_key(key))
     num_rows = math.prod(batch_shape)
     if key.shape == batch_shape:
+        if row_offset is not None:
+            raise ValueError(f"row_offset must be None when key has the batch's shape {list(batch_shape)}; got both: leave it "
+                             "out, since every row has a key of its own.")
         key = key.reshape(num_rows)
     elif key.shape == ():
-        key = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_rows, dtype=jnp.uint32))
+        index = jnp.arange(num_rows, dtype=jnp.uint32)
+        if row_offset is not None:
+            index += first_row(row_offset)
+        key = jax.vmap(jax.random.fold_in, (None, 0))(key, index)
     else:
         raise wrong_shape(key, batch_shape)
     data = jax.random.key_data(key)

@@ -207,7 +207,7 @@ def dense(processors: Processors | None, bias: Array | None, mask: Array | None,
     p = processors
     rows = int(np.prod(batch_shape))
     lists = {}
-    for name in ("bias_tokens", "allowed_tokens", "banned_tokens", "end_tokens"):
+    for name in LISTS:
         if (x := getattr(p, name)) is not None:
             x = token_lists(x, name, batch_shape, vocab)
             lists[name] = x if x.ndim == 1 else x.reshape(rows, x.shape[-1])
@@ -246,6 +246,22 @@ def dense(processors: Processors | None, bias: Array | None, mask: Array | None,
     numbers = {name: x for name, (x, _) in numbers.items()}
     with jax.numpy_rank_promotion("allow"):
         return Dense(*_dense(lists, numbers, counts, values, too_short, bias, mask, vocab=vocab), is_good)
+
+
+LISTS = ("bias_tokens", "allowed_tokens", "banned_tokens", "end_tokens")
+
+
+def of_shard(processors: Processors | None, first, vocab: int, batch_shape: tuple[int, ...]) -> Processors | None:
+    """Processors with the ids of a shard whose first token is `first`; ids of other shards become nothing. Counts are the
+    shard's own already."""
+    if not isinstance(processors, Processors):
+        return processors
+    if processors.min_new_tokens is not None and processors.num_new_tokens is None:
+        raise ValueError("num_new_tokens must be given with min_new_tokens on a vocabulary that is cut over devices; got None: "
+                         "pass the length of the output.")
+    given = {name: x for name in LISTS if (x := getattr(processors, name)) is not None}
+    ids = {name: token_lists(x, name, batch_shape, vocab) for name, x in given.items()}
+    return processors._replace(**{name: jnp.where(x < 0, -1, x - first) for name, x in ids.items()})
 
 
 @functools.partial(jax.jit, static_argnames="vocab")

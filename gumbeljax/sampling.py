@@ -16,6 +16,10 @@ Options shared by the functions of this file and of `gumbeljax.scoring`:
     device's own choice). bfloat16 and float16 products are exact in float32 in any case. Sums are float32.
   implementation: None (chosen for the device), "xla", "triton" or "mosaic"; a named one runs or raises
     NotImplementedError.
+  axis_name: inside `jax.shard_map`, the mesh axes that cut the vocabulary of w (and of logit_bias, mask and counts), the last
+    one fastest; valid_vocab and token ids are those of all shards. Needed when w varies over a mesh axis; () if every
+    shard has a whole table. See `gumbeljax.sharding`.
+  row_offset: with one key, the index of the first row in the whole batch, for a call that sees some of its rows.
 
 Order: `h @ w.T -> scale -> soft_cap -> [model law] -> logit_bias -> penalties -> mask -> temperature -> [tempered law] -> top_k
 -> top_p -> min_p -> [processed law] -> draw`.
@@ -29,9 +33,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from gumbeljax import _checks, categorical
+from gumbeljax import _checks, _mesh, _shards, categorical
 from gumbeljax._call import Config, Operands, plain_broadcasting, prepare, prepare_logits
 from gumbeljax._keys import row_keys, typed_key, wrong_shape
+from gumbeljax._partition import follows_shardings
 from gumbeljax._typing import Array, ArrayLike, Key, Method, Mode
 from gumbeljax.processing import Processors
 from pallas_kernels import filtered, many
@@ -44,6 +49,9 @@ MAX_SAMPLES = 2**23  # the noise streams of one purpose
 @functools.partial(jax.jit, static_argnames=("config", "num_samples", "replace", "log_probs"))
 def _draw(operands: Operands, keys, *, config: Config, num_samples, replace, log_probs) -> Draw:
     """Leaves `[rows]`, or `[num_samples, rows]`."""
+    if config.axis_name:
+        return _shards.draw(operands, keys, config, num_samples=num_samples, log_probs=log_probs)
+    operands, keys = _mesh.vary((operands, keys))
     h, w, t, options = operands.h, operands.w, operands.t, operands.options(config)
     stages, shape = config.stages(), config.shape_arguments()
     if operands.filters is not None:
@@ -60,7 +68,7 @@ def _draw(operands: Operands, keys, *, config: Config, num_samples, replace, log
                 vocab_axis=config.vocab_axis)
 
 
-def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mode, log_probs) -> Draw:
+def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mode, log_probs, row_offset=None) -> Draw:
     """Draws by either law and gives every leaf the shape `[*batch]` or `[*batch, num_samples]`."""
     _checks.choice(method, "method", ("grouped", "categorical"))
     _checks.choice(mode, "mode", (None, "low", "high", "highest"))
@@ -74,10 +82,14 @@ def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mo
         if num_samples > MAX_SAMPLES:
             raise ValueError(f"num_samples must be at most {MAX_SAMPLES}, the samples that have noise of their own; "
                              f"got {num_samples}: draw the rest with another key.")
+    if config.axis_name and (method != "grouped" or not replace):
+        raise NotImplementedError("axis_name is for method='grouped' with replacement; got "
+                                  f"{f'method={method!r}' if replace else 'replace=False'}: gather w and leave axis_name out.")
+    _mesh.check_rows(operands.h, key, row_offset, config.axis_name)
     rows = operands.h.shape[0]
     out_shape = batch_shape if num_samples is None else (*batch_shape, num_samples)
     if rows == 0:
-        row_keys(key, batch_shape)  # for its checks
+        row_keys(key, batch_shape, row_offset)  # for its checks
         nothing = jnp.zeros(out_shape, jnp.float32)
         return Draw(nothing.astype(jnp.int32), nothing, nothing, nothing, nothing)
     if method == "categorical":
@@ -91,8 +103,8 @@ def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mo
             out = categorical.draw(operands, config, key, batch_shape, num_samples=num_samples, replace=replace, mode=mode)
     else:
         with plain_broadcasting():
-            out = _draw(operands, row_keys(key, batch_shape), config=config, num_samples=num_samples, replace=replace,
-                        log_probs=log_probs)
+            out = _draw(operands, row_keys(key, batch_shape, row_offset), config=config, num_samples=num_samples,
+                        replace=replace, log_probs=log_probs)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1).reshape(out_shape) if x.ndim > 1 else x.reshape(out_shape), out)
 
 
@@ -102,12 +114,14 @@ def _prepare_draw(h, w, method, implementation, num_samples, **options):
     return prepare(h, w, implementation=name, groups=num_samples is not None, **options)
 
 
+@follows_shardings
 def sample(h: ArrayLike, w: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, top_k: ArrayLike | None = None,
            top_p: ArrayLike | None = None, min_p: ArrayLike | None = None, num_samples: int | None = None,
            replace: bool = True, valid_vocab: int | None = None, logit_bias: ArrayLike | None = None,
            mask: ArrayLike | None = None, processors: Processors | None = None, vocab_axis: int = 0,
            scale: float | None = None, soft_cap: float | None = None, method: Method = "grouped", mode: Mode | None = None,
-           precision: str | jax.lax.Precision | None = None, implementation: str | None = None) -> Array:
+           precision: str | jax.lax.Precision | None = None, implementation: str | None = None,
+           axis_name: str | tuple[str, ...] | None = None, row_offset: ArrayLike | None = None) -> Array:
     """Tokens from `softmax((h @ w.T + logit_bias) / temperature)`; without filters the logits are never written to memory.
 
     Pathwise exact: a row's token is a function of its logits, its key and its temperature, whatever the
@@ -149,18 +163,20 @@ def sample(h: ArrayLike, w: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0
     operands, config, batch_shape = _prepare_draw(
         h, w, method, implementation, num_samples, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         valid_vocab=valid_vocab, logit_bias=logit_bias, mask=mask, processors=processors, vocab_axis=vocab_axis, scale=scale,
-        soft_cap=soft_cap, precision=precision)
+        soft_cap=soft_cap, precision=precision, axis_name=axis_name)
     return _run(operands, config, batch_shape, key, num_samples=num_samples, replace=replace, method=method, mode=mode,
-                log_probs=False).token
+                log_probs=False, row_offset=row_offset).token
 
 
+@follows_shardings
 def sample_with_log_probs(
         h: ArrayLike, w: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, top_k: ArrayLike | None = None,
         top_p: ArrayLike | None = None, min_p: ArrayLike | None = None, num_samples: int | None = None, replace: bool = True,
         valid_vocab: int | None = None, logit_bias: ArrayLike | None = None, mask: ArrayLike | None = None,
         processors: Processors | None = None, vocab_axis: int = 0, scale: float | None = None, soft_cap: float | None = None,
         method: Method = "grouped", mode: Mode | None = None, precision: str | jax.lax.Precision | None = None,
-        implementation: str | None = None) -> Draw:
+        implementation: str | None = None,
+        axis_name: str | tuple[str, ...] | None = None, row_offset: ArrayLike | None = None) -> Draw:
     """The tokens of `sample` with their log-probabilities, from the same pass over `w`.
 
     Pathwise exact, with the same tokens as `sample`.
@@ -183,9 +199,9 @@ def sample_with_log_probs(
     operands, config, batch_shape = _prepare_draw(
         h, w, method, implementation, num_samples, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         valid_vocab=valid_vocab, logit_bias=logit_bias, mask=mask, processors=processors, vocab_axis=vocab_axis, scale=scale,
-        soft_cap=soft_cap, precision=precision)
+        soft_cap=soft_cap, precision=precision, axis_name=axis_name)
     return _run(operands, config, batch_shape, key, num_samples=num_samples, replace=replace, method=method, mode=mode,
-                log_probs=True)
+                log_probs=True, row_offset=row_offset)
 
 
 def sample_logits(logits: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, top_k: ArrayLike | None = None,
@@ -210,15 +226,16 @@ def sample_logits(logits: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _greedy(operands: Operands, *, config: Config) -> Array:
-    options = operands.options(config)
-    mass = config.stages().mass(operands.h, operands.w, operands.t, options, **config.shape_arguments())
+    mass = _shards.mass(operands, config)
     return jnp.where(has_law(mass.top, mass.total), mass.argmax, -1)
 
 
+@follows_shardings
 def greedy(h: ArrayLike, w: ArrayLike, *, valid_vocab: int | None = None, logit_bias: ArrayLike | None = None,
            mask: ArrayLike | None = None, processors: Processors | None = None, vocab_axis: int = 0,
            scale: float | None = None, soft_cap: float | None = None, precision: str | jax.lax.Precision | None = None,
-           implementation: str | None = None) -> Array:
+           implementation: str | None = None,
+           axis_name: str | tuple[str, ...] | None = None) -> Array:
     """The most probable token of every row, `argmax(h @ w.T + logit_bias)`; equal logits go to the lowest id.
 
     Pathwise exact; `sample` at temperature 0.
@@ -234,7 +251,7 @@ def greedy(h: ArrayLike, w: ArrayLike, *, valid_vocab: int | None = None, logit_
     """
     operands, config, batch_shape = prepare(
         h, w, valid_vocab=valid_vocab, logit_bias=logit_bias, mask=mask, processors=processors, vocab_axis=vocab_axis,
-        scale=scale, soft_cap=soft_cap, precision=precision, implementation=implementation)
+        scale=scale, soft_cap=soft_cap, precision=precision, implementation=implementation, axis_name=axis_name)
     if operands.h.shape[0] == 0:
         return jnp.zeros(batch_shape, jnp.int32)
     with plain_broadcasting():

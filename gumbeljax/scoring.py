@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gumbeljax import _checks, laws
+from gumbeljax import _checks, _mesh, _shards, laws
 from gumbeljax._call import Config, Operands, plain_broadcasting, prepare
+from gumbeljax._compat import varying
+from gumbeljax._partition import follows_shardings
 from gumbeljax._typing import Array, ArrayLike
 from gumbeljax.processing import Processors
 from pallas_kernels import filtered, xla
 from pallas_kernels.finish import has_law, token_logits
-from pallas_kernels.logits import block_of, inverse_temperature, model_logits, processed_logits, rows_of
+from pallas_kernels.logits import block_of, existing, inverse_temperature, model_logits, processed_logits, rows_of
+from pallas_kernels.race import finite_or_zero
 
 
 def _block_size(config: Config) -> int:
@@ -40,6 +43,7 @@ def _backward(config, residuals, cotangents):
     """One more pass over the blocks of `w`: each block's logits again, their softmax, and its products with h and w."""
     operands, log_total, top = residuals
     weight = jnp.where(has_law(top, jnp.exp(log_total)), cotangents[0], 0.0)
+    top = finite_or_zero(top)  # a row, or a shard's part of it, that is masked altogether has gradient 0, not NaN
     h, w, t, bias = operands.h, operands.w, operands.t, operands.bias
     others, axis = operands.options(config)._replace(bias=None), config.vocab_axis
 
@@ -50,7 +54,7 @@ def _backward(config, residuals, cotangents):
             options = block_of(others, start, size)
             if bias_block is not None:
                 options = options._replace(bias=bias_block[:, None] if bias_block.ndim == 1 else bias_block.T)
-            x = processed_logits(model, options)
+            x = processed_logits(model, options, existing(start + lax.broadcasted_iota(jnp.int32, (size, 1), 0), options))
             alive = x > -jnp.inf  # a masked logit has weight 0, which must not meet its -inf in the chain rule
             return (jnp.where(alive, x, top) - top) * inverse_temperature(t), alive
 
@@ -62,13 +66,14 @@ def _backward(config, residuals, cotangents):
         return (grads[0] + dh, put(grads[1], dw_block, axis), grads[2] + dt,
                 None if bias is None else put(grads[3], dbias_block, bias.ndim - 1))
 
-    grads = (jnp.zeros(h.shape, jnp.float32), jnp.zeros_like(w), jnp.zeros_like(t), jax.tree.map(jnp.zeros_like, bias))
+    grads = _mesh.vary((jnp.zeros(h.shape, jnp.float32), jnp.zeros_like(w), jnp.zeros_like(t),
+                        jax.tree.map(jnp.zeros_like, bias)), tuple(varying(weight)))
     block = _block_size(config)
     starts = jnp.arange(config.vocab // block, dtype=jnp.int32) * block
     grads, _ = lax.scan(lambda g, start: (add_block(g, start, block), None), grads, starts)
     if tail := config.vocab % block:
         grads = add_block(grads, jnp.int32(config.vocab - tail), tail)
-    return (Operands(grads[0].astype(h.dtype), grads[1], grads[2], grads[3], None, None, None, None),)
+    return (Operands(grads[0].astype(h.dtype), grads[1], grads[2], grads[3], *(None,) * 5),)
 
 
 _log_total.defvjp(_forward, _backward)
@@ -76,24 +81,32 @@ _log_total.defvjp(_forward, _backward)
 
 @functools.partial(jax.jit, static_argnames="config")
 def _log_prob(operands: Operands, tokens, *, config: Config) -> Array:
-    h, w, t = operands.h, operands.w, operands.t
-    log_total, top, argmax = _log_total(operands, config)  # pyright: ignore[reportGeneralTypeIssues]
-    ids = jnp.clip(tokens, 0, config.vocab - 1)[None]
-    model = model_logits(token_logits(h, w, ids, config.vocab_axis), config.scale, config.soft_cap)
-    x = processed_logits(model, rows_of(operands.options(config), ids))[0]
+    t, axes = operands.t, config.axis_name
+    local = _mesh.vary(operands, axes)
+    options, ids = local.options(config), tokens - _mesh.first_id(axes, config.vocab) if axes else tokens
+    log_total, top, argmax = _log_total(local, config)  # pyright: ignore[reportGeneralTypeIssues]
+    safe = jnp.clip(ids, 0, config.vocab - 1)[None]
+    model = model_logits(token_logits(local.h, local.w, safe, config.vocab_axis), config.scale, config.soft_cap)
+    x = processed_logits(model, rows_of(options, safe))[0]
+    is_real = existing(ids, options)
+    is_here = (ids >= 0) & (ids < config.vocab) & (True if is_real is None else is_real)
+    is_best = is_here & (ids == argmax)
+    if axes:
+        log_total, top, x, is_here, is_best = _shards.merge_scores(log_total, top, x, is_here, is_best, t, axes)
     # Summed in another order than stage 1 did: without this, rounding over a small T could pass the largest logit.
-    x = x + lax.stop_gradient(jnp.where(x > -jnp.inf, jnp.where(tokens == argmax, top, jnp.minimum(x, top)) - x, 0.0))
+    x = x + lax.stop_gradient(jnp.where(x > -jnp.inf, jnp.where(is_best, top, jnp.minimum(x, top)) - x, 0.0))
     log_prob = (x - lax.stop_gradient(top)) * inverse_temperature(t) - log_total
-    log_prob = jnp.where(t == 0.0, jnp.where(tokens == argmax, 0.0, -jnp.inf), log_prob)
-    exists = (tokens >= 0) & (tokens < config.vocab) & has_law(top, jnp.exp(log_total))
-    return jnp.where(exists, log_prob, jnp.nan)
+    log_prob = jnp.where(t == 0.0, jnp.where(is_best, 0.0, -jnp.inf), log_prob)
+    return jnp.where(is_here & has_law(top, jnp.exp(log_total)), log_prob, jnp.nan)
 
 
+@follows_shardings
 def log_prob(h: ArrayLike, w: ArrayLike, tokens: ArrayLike, *, temperature: ArrayLike = 1.0, top_k: ArrayLike | None = None,
              top_p: ArrayLike | None = None, min_p: ArrayLike | None = None, valid_vocab: int | None = None,
              logit_bias: ArrayLike | None = None, mask: ArrayLike | None = None, processors: Processors | None = None,
              vocab_axis: int = 0, scale: float | None = None, soft_cap: float | None = None,
-             precision: str | jax.lax.Precision | None = None, implementation: str | None = None) -> Array:
+             precision: str | jax.lax.Precision | None = None, implementation: str | None = None,
+             axis_name: str | tuple[str, ...] | None = None) -> Array:
     """`log softmax((h @ w.T + logit_bias) / temperature)[tokens]`; without filters the logits are never written to memory.
 
     Exact up to the rounding of float32 sums. The options say which law: with none it is the model's own, with bias,
@@ -122,7 +135,7 @@ def log_prob(h: ArrayLike, w: ArrayLike, tokens: ArrayLike, *, temperature: Arra
     operands, config, batch_shape = prepare(
         h, w, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, valid_vocab=valid_vocab, logit_bias=logit_bias,
         mask=mask, processors=processors, vocab_axis=vocab_axis, scale=scale, soft_cap=soft_cap, precision=precision,
-        implementation=implementation)
+        implementation=implementation, axis_name=axis_name)
     tokens = _checks.token_ids(tokens, batch_shape)
     if operands.h.shape[0] == 0:
         return jnp.zeros(batch_shape, jnp.float32)

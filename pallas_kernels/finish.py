@@ -27,6 +27,15 @@ class Draw(NamedTuple):
         return self.tempered_log_prob - self.processed_log_prob
 
 
+class Piece(NamedTuple):
+    """What one shard of a vocabulary says: the draw from its own law, the race that led to it, the mass of its model law
+    (None when not asked for). Every leaf is `[rows]`; ids are the shard's own."""
+
+    draw: Draw
+    won: race.Race
+    model_mass: Any
+
+
 def token_logits(h, w, ids, vocab_axis):
     """Raw logits `[n, rows]` of the token ids `[n, rows]`: products and sums in float32, whatever the dtype.
 
@@ -49,7 +58,8 @@ def group_logits(h, w, first, options: Elementwise, *, vocab, vocab_axis):
     ids = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP, h.shape[0]), 0)
     safe = jnp.clip(ids, 0, vocab - 1)
     model = model_logits(token_logits(h, w, safe, vocab_axis), options.scale, options.soft_cap)
-    return ids, model, processed_logits(model, rows_of(options, safe), ids < vocab)
+    exists = ids < (vocab if options.valid is None else jnp.minimum(vocab, options.valid))
+    return ids, model, processed_logits(model, rows_of(options, safe), exists)
 
 
 def has_law(top, total):

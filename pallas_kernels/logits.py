@@ -18,6 +18,7 @@ class Elementwise(NamedTuple):
     """Options of the elementwise part. The `DENSE` ones are `[vocab]`, `[rows, vocab]` or None: float32, `mask` bool.
 
     `factor` is 1, or the repetition penalty of a token seen before; `offset` is what presence and frequency take away.
+    `valid` is None or, in a shard of a padded vocabulary, how many of its ids exist (int32, may be traced).
     """
 
     scale: float | None = None
@@ -26,10 +27,16 @@ class Elementwise(NamedTuple):
     mask: Any = None
     factor: Any = None
     offset: Any = None
+    valid: Any = None
 
     def dense(self) -> dict:
         """The options over the vocabulary that are there, by name."""
         return {name: x for name in DENSE if (x := getattr(self, name)) is not None}
+
+
+def existing(ids, options: Elementwise):
+    """Which ids are not padding, or None when all are real."""
+    return None if options.valid is None else ids < options.valid
 
 
 def model_logits(x, scale, soft_cap):

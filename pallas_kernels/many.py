@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import noise, race
-from pallas_kernels.finish import Draw, finish, group_logits, has_law, log_normalizer_of, log_probs_in_group
+from pallas_kernels.finish import Draw, Piece, finish, group_logits, has_law, log_normalizer_of, log_probs_in_group
 from pallas_kernels.logits import Elementwise, inverse_temperature
 
 CHUNK = 2**22  # noise values, or coordinates of `w`, alive at a time
@@ -22,19 +22,26 @@ def first_ids_of(top):
     return noise.GROUP * lax.broadcasted_iota(jnp.int32, top.shape, 0)
 
 
-def with_replacement(h, w, keys, t, options: Elementwise, top, total, model_mass, *, num_samples, vocab, vocab_axis=0) -> Draw:
-    """`num_samples` independent tokens per row; leaves `[num_samples, rows]`. Sample s races with its own noise."""
+def with_replacement(*arguments, **options) -> Draw:
+    """`num_samples` independent tokens per row; arguments as in `pieces`."""
+    return pieces(*arguments, **options).draw
+
+
+def pieces(h, w, keys, t, options: Elementwise, top, total, model_mass, *, num_samples, vocab, vocab_axis=0) -> Piece:
+    """`num_samples` independent draws per row; leaves `[num_samples, rows]`. Sample s races with its own noise."""
     mass = race.mass_of(top, total, t)
     ids = first_ids_of(top)
 
     def one(sample):
         high, low = race.scores(top, total, race.group_noise(keys, sample, ids), t)
         won = race.Race(*race.best_score(high, low, ids), *mass)
-        return finish(h, w, keys, t, options, won, model_mass, vocab=vocab, sample=sample, vocab_axis=vocab_axis)
+        draw = finish(h, w, keys, t, options, won, model_mass, vocab=vocab, sample=sample, vocab_axis=vocab_axis)
+        return Piece(draw, won, None)
 
     gathered = noise.GROUP * h.shape[0] * (1 if w is None else h.shape[1])
     batch = max(1, CHUNK // max(1, top.size, gathered))
-    return lax.map(one, jnp.arange(num_samples, dtype=jnp.int32), batch_size=min(batch, num_samples))
+    out = lax.map(one, jnp.arange(num_samples, dtype=jnp.int32), batch_size=min(batch, num_samples))
+    return out._replace(model_mass=model_mass)
 
 
 def best_groups(high, low, k):

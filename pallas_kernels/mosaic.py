@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import noise, race, triton_finish
-from pallas_kernels.finish import Draw
+from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.logits import Elementwise, inverse_temperature, model_logits
 from pallas_kernels.tiles import MosaicTiles
 
@@ -31,6 +31,8 @@ def why_not(h, w, options, vocab_axis: int) -> str | None:
                 f"not w {list(w.shape)}")
     if options.dense():
         return "it takes neither logit_bias nor mask nor processors"
+    if options.valid is not None:
+        return "it takes no shard of a padded vocabulary"
     return None
 
 
@@ -69,9 +71,9 @@ def race_in_registers(mgpu, x, words, t, inverse_t, first_id, with_model):
             total = jnp.sum(jnp.exp2(below * spread_group(scale)), axis=1)
             totals[i] = jnp.where(column == g, spread(total), totals[i])
     tops, *totals = (mgpu.layout_cast(v, mgpu.Layout.WGMMA) for v in (tops, *totals))
-    ids = first_id + noise.GROUP * column
+    ids = race.global_ids((None, None, *map(spread, words[2:])), first_id + noise.GROUP * column)
     stream = jnp.full(shape, noise.stream(noise.DRAW, 0, noise.GROUP_LEVEL))
-    gumbel = noise.gumbel(spread(words[0]), spread(words[1]), stream, ids.astype(jnp.uint32))
+    gumbel = noise.gumbel(spread(words[0]), spread(words[1]), stream, ids)
     high, low = race.scores(tops, totals[0], gumbel, spread(t))
     best_high = jnp.max(high, axis=1)
     tied = high == spread(best_high)
@@ -199,9 +201,9 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
             h, w, *vectors)
 
 
-def draw(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, sample=0, vocab_axis=0, precision=None, with_model=False,
-         tiles=None, num_sms=132) -> Draw:
-    """As `xla.draw`. `mgpu` and `plt` are jax's Mosaic GPU and Triton modules: the finish is a Triton kernel."""
+def piece(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, sample=0, vocab_axis=0, precision=None,
+          with_model=False, tiles=None, num_sms=132) -> Piece:
+    """As `xla.piece`. `mgpu` and `plt` are jax's Mosaic GPU and Triton modules: the finish is a Triton kernel."""
     del precision  # products of 16-bit floats are exact in float32
     high, low, top, total, *model, winner = launch(
         h, w, keys, t, options, mgpu=mgpu, wanted="race", vocab=vocab, vocab_axis=vocab_axis, with_model=with_model,
@@ -210,6 +212,11 @@ def draw(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, sample=0, vo
     model = race.Mass(top, winner, model[0]) if with_model else None
     return triton_finish.finish(h, w, keys, t, options, race.Race(high, low, winner, top, total), model, plt=plt, vocab=vocab,
                                 sample=sample, vocab_axis=vocab_axis)
+
+
+def draw(*arguments, **options) -> Draw:
+    """As `xla.draw`; arguments as in `piece`."""
+    return piece(*arguments, **options).draw
 
 
 def stage1_mass(h, w, t, options=Elementwise(), *, mgpu, vocab, vocab_axis=0, precision=None, tiles=None, num_sms=132):

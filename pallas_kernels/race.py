@@ -77,9 +77,17 @@ def scores(top, total, gumbel, t):
     return high, jnp.where(top == -jnp.inf, 0.0, low)
 
 
+def global_ids(keys, ids):
+    """Ids in the whole vocabulary, uint32. In a shard of it, `keys` has a third entry: the id of the shard's first token."""
+    ids = ids.astype(jnp.uint32)
+    return ids + keys[2] if len(keys) > 2 else ids
+
+
 def group_noise(keys, sample, first_ids):
-    """Gumbel noise of groups: keys = (word 0, word 1) `[rows]`, first_ids int32 `[groups, 1]` or `[groups, rows]`."""
-    return noise.gumbel(keys[0], keys[1], noise.stream(noise.DRAW, sample, noise.GROUP_LEVEL), first_ids.astype(jnp.uint32))
+    """Gumbel noise of groups: keys = (word 0, word 1[, first id of the shard]), uint32 `[rows]`; first_ids int32
+    `[groups, 1]` or `[groups, rows]`."""
+    stream = noise.stream(noise.DRAW, sample, noise.GROUP_LEVEL)
+    return noise.gumbel(keys[0], keys[1], stream, global_ids(keys, first_ids))
 
 
 def mass_of(top, total, t):
@@ -125,7 +133,7 @@ def merge_masses(mass: Mass, t) -> Mass:
 
 def token_noise(keys, sample, ids):
     """Gumbel noise of tokens: ids int32 `[16, rows]`."""
-    return noise.gumbel(keys[0], keys[1], noise.stream(noise.DRAW, sample, noise.TOKEN_LEVEL), ids.astype(jnp.uint32))
+    return noise.gumbel(keys[0], keys[1], noise.stream(noise.DRAW, sample, noise.TOKEN_LEVEL), global_ids(keys, ids))
 
 
 def token_scores(x, keys, sample, t, ids):

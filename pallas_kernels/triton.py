@@ -6,15 +6,15 @@ draw, three for a mass. Tails are masked by absolute id: a zero-padded column wo
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import noise, race, triton_finish
-from pallas_kernels.finish import Draw
+from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.logits import Elementwise, model_logits, processed_logits
 from pallas_kernels.tiles import TritonTiles
+from pallas_kernels.triton_finish import given, like
 
 
 def tile_logits(plt, h_ref, w_ref, first_id, first_row, *, vocab, num_rows, d_model, vocab_axis, precision, tiles):
@@ -58,14 +58,15 @@ def kernel(
     h_ref,  # [rows, d_model]
     w_ref,  # [vocab, d_model] or [d_model, vocab]
     t_ref,  # f32 [rows]
-    *refs,  # key words u32 [rows] x 2 (draw), the dense options, f32 or i8 [vocab] or [rows, vocab], then outputs
-    wanted, with_model, scale, soft_cap, dense, sample, plt, vocab, num_rows, d_model, vocab_axis,
+    *refs,  # u32 [rows] x num_keys (draw); the dense options, f32 or i8 [vocab] or [rows, vocab]; valid i32 [1]; outputs
+    wanted, with_model, scale, soft_cap, num_keys, dense, has_valid, sample, plt, vocab, num_rows, d_model, vocab_axis,
     precision, tiles,
 ):
     """What one program does: the logits of its tile, and what they say in the `wanted` form."""
     refs = list(refs)
-    key_refs = [refs.pop(0), refs.pop(0)] if wanted == "race" else []
+    key_refs = [refs.pop(0) for _ in range(num_keys)]
     dense_refs = {name: refs.pop(0) for name in dense}
+    valid_ref = refs.pop(0) if has_valid else None
     tile, first_row = pl.program_id(0), pl.program_id(1) * tiles.rows
     first_id = tile * tiles.vocab
     rows = first_row + lax.broadcasted_iota(jnp.int32, (tiles.rows,), 0)
@@ -79,6 +80,8 @@ def kernel(
                                num_rows=num_rows, tiles=tiles)
     ids = first_id + lax.broadcasted_iota(jnp.int32, (tiles.vocab, 1), 0)
     allowed = None if vocab % tiles.vocab == 0 else ids < vocab
+    if valid_ref is not None:
+        allowed = ids < jnp.minimum(plt.load(valid_ref.at[pl.ds(0, 1)]), vocab)
     model = model_logits(x, scale, soft_cap)
     x = processed_logits(model, Elementwise(**{name: option(ref) for name, ref in dense_refs.items()}), allowed)
     t = row_vector(t_ref)
@@ -127,30 +130,34 @@ def launch(h, w, keys, t, options: Elementwise, *, plt, wanted, vocab, sample, v
     f32, i32 = jnp.float32, jnp.int32
     kinds = {"race": (f32, f32, i32, f32, f32), "mass": (f32, i32, f32), "groups": (f32, f32)}[wanted]
     height = num_tiles * (tiles.vocab // noise.GROUP if wanted == "groups" else 1)
-    out_shape = [jax.ShapeDtypeStruct((height, num_rows), kind) for kind in kinds]
+    keys = keys if wanted == "race" else ()
+    arguments = [h, w, t, *keys, *given(options)]
+    out_shape = [like(arguments, (height, num_rows), kind) for kind in kinds]
     if with_model:
-        out_shape += [jax.ShapeDtypeStruct((num_tiles, num_rows), kind) for kind in (f32, i32, f32)]
-    arguments = [h, w, t, *(keys if wanted == "race" else ())]
-    dense = {name: x.astype(jnp.int8) if name == "mask" else x for name, x in options.dense().items()}
-    arguments += dense.values()
+        out_shape += [like(arguments, (num_tiles, num_rows), kind) for kind in (f32, i32, f32)]
     body = functools.partial(
         kernel, wanted=wanted, with_model=with_model, scale=options.scale, soft_cap=options.soft_cap,
-        dense=tuple(dense), sample=sample, plt=plt, vocab=vocab, num_rows=num_rows, d_model=d_model,
-        vocab_axis=vocab_axis, precision=dot_precision(precision), tiles=tiles)
+        num_keys=len(keys), dense=tuple(options.dense()), has_valid=options.valid is not None, sample=sample, plt=plt,
+        vocab=vocab, num_rows=num_rows, d_model=d_model, vocab_axis=vocab_axis, precision=dot_precision(precision), tiles=tiles)
     return pl.pallas_call(
         body, grid=(num_tiles, pl.cdiv(num_rows, tiles.rows)), out_shape=out_shape, interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         name=f"gumbeljax_{wanted}")(*arguments)
 
 
-def draw(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, sample=0, vocab_axis=0, precision=None,
-         with_model=False, tiles=None, interpret=False) -> Draw:
-    """As `xla.draw`. `plt` is jax's Triton module."""
+def piece(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, sample=0, vocab_axis=0, precision=None,
+          with_model=False, tiles=None, interpret=False) -> Piece:
+    """As `xla.piece`. `plt` is jax's Triton module."""
     out = launch(h, w, keys, t, options, plt=plt, wanted="race", vocab=vocab, sample=sample, vocab_axis=vocab_axis,
                  precision=precision, with_model=with_model, tiles=tiles, interpret=interpret)
     model = race.Mass(*out[5:]) if with_model else None
     return triton_finish.finish(h, w, keys, t, options, race.Race(*out[:5]), model, plt=plt, vocab=vocab, sample=sample,
                                 vocab_axis=vocab_axis, interpret=interpret)
+
+
+def draw(*arguments, **options) -> Draw:
+    """As `xla.draw`; arguments as in `piece`."""
+    return piece(*arguments, **options).draw
 
 
 def stage1_mass(h, w, t, options: Elementwise = Elementwise(), *, plt, vocab, vocab_axis=0, precision=None, tiles=None,

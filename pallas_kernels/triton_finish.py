@@ -12,21 +12,35 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import finish as plain
 from pallas_kernels import noise, race
-from pallas_kernels.finish import Draw
+from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.logits import Elementwise, model_logits, processed_logits
+
+
+def given(options: Elementwise) -> list:
+    """The options that kernels read from memory: the dense ones in order, then `valid`."""
+    dense = [x.astype(jnp.int8) if name == "mask" else x for name, x in options.dense().items()]
+    return dense if options.valid is None else [*dense, jnp.asarray(options.valid, jnp.int32).reshape(1)]
+
+
+def like(arguments, shape, dtype):
+    """An output of a kernel. Inside `shard_map` it varies over the mesh axes over which any argument does."""
+    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arguments))
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))
 
 
 def kernel(
     h_ref,  # [rows, d_model]
     w_ref,  # [vocab, d_model] or [d_model, vocab]
     t_ref,  # f32 [rows]
-    key0_ref, key1_ref,  # u32 [rows]
-    *refs,  # the dense options; per tile: high, low, winner, top, total [tiles, rows] (model top, total); outputs
-    with_model, scale, soft_cap, dense, sample, plt, vocab, d_model, vocab_axis, num_tiles, chunk,
+    *refs,  # u32 [rows] x num_keys; dense options; valid i32 [1]; per tile: high, low, winner, top, total [tiles, rows]
+    # (model top, total); outputs
+    with_model, scale, soft_cap, num_keys, dense, has_valid, sample, plt, vocab, d_model, vocab_axis, num_tiles, chunk,
 ):
     """What one program does: the draw of its row."""
     refs = list(refs)
+    key_refs = [refs.pop(0) for _ in range(num_keys)]
     dense_refs = {name: refs.pop(0) for name in dense}
+    valid_ref = refs.pop(0) if has_valid else None
     tile_refs, out_refs = refs[:5 + 2 * with_model], refs[5 + 2 * with_model:]
     row = pl.program_id(0)
     zero = row - row  # a start that is not a constant: JAX refuses slices that it can see to end out of bounds, masked or not
@@ -37,7 +51,7 @@ def kernel(
         return plt.load(ref.at[pl.ds(zero, padded), row], mask=tile < num_tiles, other=other)[:, None]
 
     t = plt.load(t_ref.at[row])[None]
-    keys = plt.load(key0_ref.at[row])[None], plt.load(key1_ref.at[row])[None]
+    keys = tuple(plt.load(ref.at[row])[None] for ref in key_refs)
     empties = (-jnp.inf, 0.0, race.NO_ID, -jnp.inf, 0.0)
     won = race.merge(race.Race(*(of_tiles(ref, other) for ref, other in zip(tile_refs, empties, strict=False))), t)
     first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
@@ -63,33 +77,36 @@ def kernel(
         return x != 0 if x.dtype == jnp.int8 else x
 
     model = model_logits(total[:, None], scale, soft_cap)
-    x = processed_logits(model, Elementwise(**{name: option(ref) for name, ref in dense_refs.items()}), ids < vocab)
+    exists = ids < (vocab if valid_ref is None else jnp.minimum(plt.load(valid_ref.at[pl.ds(0, 1)]), vocab))
+    x = processed_logits(model, Elementwise(**{name: option(ref) for name, ref in dense_refs.items()}), exists)
     model_mass = None
     if with_model:
         top, total = (of_tiles(ref, other) for ref, other in zip(tile_refs[5:], (-jnp.inf, 0.0), strict=True))
         top, total = race.mass_of(top, total, jnp.ones_like(t))
-        model_mass = race.Mass(top, first, total)
+        model_mass = race.Mass(top, won.winner, total)
     draw = plain.draw_in_group(keys, t, won, model_mass, first, ids, model, x, vocab=vocab, sample=sample)
-    outputs = draw.token, draw.model_log_prob, draw.tempered_log_prob, draw.log_normalizer
-    for ref, value in zip(out_refs, outputs, strict=True):
+    outputs = draw.token, draw.model_log_prob, draw.tempered_log_prob, draw.log_normalizer, won, model_mass
+    for ref, value in zip(out_refs, jax.tree.leaves(outputs), strict=True):
         plt.store(ref.at[pl.ds(row, 1)], value)
 
 
 def finish(h, w, keys, t, options: Elementwise, tiles: race.Race, model_tiles, *, plt, vocab, sample=0, vocab_axis=0,
-           interpret=False) -> Draw:
-    """As `finish.finish`, from the unmerged leaves `[tiles, rows]` of stage 1."""
+           interpret=False) -> Piece:
+    """As `finish.finish`, from the unmerged leaves `[tiles, rows]` of stage 1; what they merge to comes with the draw."""
     num_rows, d_model = h.shape
     num_tiles = tiles.high.shape[0]
-    dense = {name: x.astype(jnp.int8) if name == "mask" else x for name, x in options.dense().items()}
-    arguments = [h, w, t, *keys, *dense.values(), *tiles]
+    arguments = [h, w, t, *keys, *given(options), *tiles]
     if model_tiles is not None:
         arguments += [model_tiles.top, model_tiles.total]
     body = functools.partial(
         kernel, with_model=model_tiles is not None, scale=options.scale, soft_cap=options.soft_cap,
-        dense=tuple(dense), sample=sample, plt=plt, vocab=vocab, d_model=d_model,
-        vocab_axis=vocab_axis, num_tiles=num_tiles, chunk=min(2048, pl.next_power_of_2(d_model)))
-    out_shape = [jax.ShapeDtypeStruct((num_rows,), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32, jnp.float32)]
-    token, model_log_prob, tempered, log_normalizer = pl.pallas_call(
-        body, grid=(num_rows,), out_shape=out_shape, interpret=interpret, name="gumbeljax_finish",
+        num_keys=len(keys), dense=tuple(options.dense()), has_valid=options.valid is not None, sample=sample, plt=plt,
+        vocab=vocab, d_model=d_model, vocab_axis=vocab_axis, num_tiles=num_tiles, chunk=min(2048, pl.next_power_of_2(d_model)))
+    f32, i32 = (like(arguments, (num_rows,), dtype) for dtype in (jnp.float32, jnp.int32))
+    outputs = (i32, f32, f32, f32, race.Race(f32, f32, i32, f32, f32),
+               None if model_tiles is None else race.Mass(f32, i32, f32))
+    out = pl.pallas_call(
+        body, grid=(num_rows,), out_shape=jax.tree.leaves(outputs), interpret=interpret, name="gumbeljax_finish",
         compiler_params=plt.CompilerParams(num_warps=16, num_stages=1))(*arguments)
-    return Draw(token, model_log_prob, tempered, tempered, log_normalizer)
+    token, model_log_prob, tempered, log_normalizer, won, mass = jax.tree.unflatten(jax.tree.structure(outputs), out)
+    return Piece(Draw(token, model_log_prob, tempered, tempered, log_normalizer), won, mass)

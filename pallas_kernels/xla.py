@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import noise, race
-from pallas_kernels.finish import Draw, finish
-from pallas_kernels.logits import Elementwise, block_of, model_logits, processed_logits
+from pallas_kernels.finish import Draw, Piece, finish
+from pallas_kernels.logits import Elementwise, block_of, existing, model_logits, processed_logits
 from pallas_kernels.tiles import XlaTiles
 
 
@@ -74,14 +74,16 @@ def pad_to_group(x):
 def processed_block(h, w, start, size, options: Elementwise, vocab_axis, precision):
     """(model logits, processed logits) of one block, `[size, rows]`."""
     model = model_logits(block_logits(h, w, start, size, vocab_axis, precision), options.scale, options.soft_cap)
-    return model, processed_logits(model, block_of(options, start, size))
+    exists = existing(start + lax.broadcasted_iota(jnp.int32, (size, 1), 0), options)
+    return processed_logits(model, Elementwise(), exists), processed_logits(model, block_of(options, start, size), exists)
 
 
 def stage1(h, w, keys, t, options: Elementwise = Elementwise(), *, vocab, sample=0, vocab_axis=0, precision=None,
            with_model=False, tiles=None):
     """The race over `[0, vocab)`: (Race, Mass of the model law or None), each leaf `[rows]`.
 
-    h `[rows, d_model]`, w `[>= vocab, d_model]` (or transposed, vocab_axis=1), keys = two uint32 `[rows]`, t `[rows]`.
+    h `[rows, d_model]`, w `[>= vocab, d_model]` (or transposed, vocab_axis=1), keys = two uint32 `[rows]` (in a shard of a
+    vocabulary three: the third is the id of its first token), t `[rows]`.
     """
     def of_block(start, size):
         model, x = processed_block(h, w, start, size, options, vocab_axis, precision)
@@ -94,12 +96,18 @@ def stage1(h, w, keys, t, options: Elementwise = Elementwise(), *, vocab, sample
     return fold_blocks(of_block, merge, vocab, (tiles or choose_tiles(h, w, vocab)).block)
 
 
-def draw(h, w, keys, t, options: Elementwise = Elementwise(), *, vocab, sample=0, vocab_axis=0, precision=None,
-         with_model=False, tiles=None) -> Draw:
-    """One token per row from `[0, vocab)`: stage 1 and the finish."""
+def piece(h, w, keys, t, options: Elementwise = Elementwise(), *, vocab, sample=0, vocab_axis=0, precision=None,
+          with_model=False, tiles=None) -> Piece:
+    """A draw from `[0, vocab)` and what it takes to merge it with those of other shards: stage 1 and the finish."""
     won, model_mass = stage1(h, w, keys, t, options, vocab=vocab, sample=sample, vocab_axis=vocab_axis, precision=precision,
                              with_model=with_model, tiles=tiles)
-    return finish(h, w, keys, t, options, won, model_mass, vocab=vocab, sample=sample, vocab_axis=vocab_axis)
+    draw = finish(h, w, keys, t, options, won, model_mass, vocab=vocab, sample=sample, vocab_axis=vocab_axis)
+    return Piece(draw, won, model_mass)
+
+
+def draw(*arguments, **options) -> Draw:
+    """One token per row from `[0, vocab)`; arguments as in `piece`."""
+    return piece(*arguments, **options).draw
 
 
 def stage1_mass(h, w, t, options: Elementwise = Elementwise(), *, vocab, vocab_axis=0, precision=None, tiles=None):

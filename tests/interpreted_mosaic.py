@@ -72,3 +72,17 @@ def test_vmap_of_mosaic():
         mapped, single = jax.vmap(race_of)(h, words), [race_of(h[i], words[i]) for i in range(2)]
     for leaf, *alone in zip(mapped, *single, strict=True):
         np.testing.assert_array_equal(leaf[:, :, :5], jnp.stack(alone)[:, :, :5])
+
+
+def test_a_shard_draws_with_the_noise_of_its_own_ids():
+    """Two halves, the second with the id of its first token as a third key, merge to the race of the whole."""
+    h, w = heads.exact_head(512, 64, 5, jnp.bfloat16)
+    words, t = tuple(jnp.asarray(heads.keys_of(2, 5)[1].T)), jnp.ones(5)
+    halves = [mosaic_stage1(h, w[first:first + 256], (*words, jnp.full(5, first, jnp.uint32)), t, Elementwise(), vocab=256)[0]
+              for first in (0, 256)]
+    halves[1] = halves[1]._replace(winner=halves[1].winner + 256)
+    merged = race.merge(race.Race(*map(jnp.stack, zip(*halves, strict=True))), t)
+    whole = mosaic_stage1(h, w, words, t, Elementwise(), vocab=512)[0]
+    np.testing.assert_array_equal(merged.winner, whole.winner)
+    np.testing.assert_allclose(merged.high, whole.high, rtol=1e-6)
+    assert {0, 1} == set(np.asarray(whole.winner) // 256)

@@ -1,0 +1,187 @@
+"""Run a call on a mesh: how each argument is cut, and the `shard_map` around it."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gumbeljax import _checks, _keys
+from gumbeljax._mesh import quoted
+from gumbeljax.processing import LISTS, Processors, TokenCounts, token_lists
+
+PER_TOKEN = ("logit_bias", "mask")  # options whose last axis is the vocabulary
+DECIDED = ("h", "w", "key", "axis_name", "row_offset")  # arguments that are not options of the call on a shard
+
+
+class Layout(NamedTuple):
+    """How a call is cut. Hashable."""
+
+    mesh: Any  # a mesh, abstract or not
+    axes: frozenset[str]  # its axes that become manual
+    vocabulary: tuple[str, ...]  # axes that cut the vocabulary
+    rows: tuple  # of a PartitionSpec, one entry for each axis of the batch
+
+
+class Call(NamedTuple):
+    """A call that shares one compiled function with its equals."""
+
+    fn: Callable
+    layout: Layout
+    vocab_axis: int
+    constants: tuple[tuple[str, Any], ...]
+
+    def spec(self, name: str, shape: tuple[int, ...], batch_shape: tuple[int, ...], width: int):
+        """How an option is cut: its first axes as the batch, the last as the vocabulary."""
+        rows, vocabulary = self.layout.rows, self.layout.vocabulary or None
+        if name in PER_TOKEN + TokenCounts._fields and shape[-1:] == (width,):
+            return P(*rows, vocabulary) if len(shape) > 1 else P(vocabulary)
+        return P(*rows) if shape[:len(batch_shape)] == batch_shape else P()
+
+
+def _is_explicit(sharding) -> bool:
+    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    named = [name for entry in sharding.spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
+    return any(kinds[name] == AxisType.Explicit for name in named)
+
+
+def explicit_layout(h, w, vocab_axis: int) -> Layout | None:
+    """The layout that the types of h and w ask for, or None when neither is cut over an explicit axis."""
+    cut = [jax.typeof(x).sharding for x in (h, w) if isinstance(x, jax.Array)]
+    cut = [sharding for sharding in cut if _is_explicit(sharding)]
+    if not cut:
+        return None
+    mesh = cut[0].mesh
+    h_spec = tuple(jax.typeof(h).sharding.spec) if isinstance(h, jax.Array) else (None,) * np.ndim(h)
+    w_spec = tuple(jax.typeof(w).sharding.spec) if isinstance(w, jax.Array) else (None, None)
+    for name, entry in (("h", h_spec[-1]), ("w", w_spec[1 - vocab_axis])):
+        if entry is not None:
+            raise ValueError(f"{name} must be whole along d_model; got one that is cut over {entry!r} there: gather it with "
+                             "jax.reshard.")
+    of_vocabulary = w_spec[vocab_axis]
+    vocabulary = (of_vocabulary,) if isinstance(of_vocabulary, str) else tuple(of_vocabulary or ())
+    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    return Layout(mesh, frozenset(explicit), vocabulary, h_spec[:-1])
+
+
+def check_axes(layout: Layout, batch_shape: tuple[int, ...], width: int) -> None:
+    """Rows and vocabulary have mesh axes of their own, and are cut evenly."""
+    of_rows = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in layout.rows]
+    if both := set(layout.vocabulary).intersection(*[sum(of_rows, ())]):
+        raise ValueError(f"h must not be cut over the mesh axes of the vocabulary; got {quoted(both)} for both: gather h with "
+                         "jax.reshard, or cut its rows over another axis.")
+    shards = int(np.prod([layout.mesh.shape[name] for name in layout.vocabulary], initial=1))
+    if width % shards:
+        raise ValueError(f"w must have a vocabulary that {shards} shards divide; got {width}: pad it once with "
+                         "gumbeljax.sharding.pad_vocab and pass valid_vocab.")
+    for size, names in zip(batch_shape, of_rows, strict=True):
+        parts = int(np.prod([layout.mesh.shape[name] for name in names], initial=1))
+        if size % parts:
+            raise ValueError(f"h must have a number of rows that {parts} shards divide; got {size}: pad the batch.")
+
+
+@functools.lru_cache(maxsize=512)
+def _compiled(call: Call):
+    """The jitted function of (h, w, key, row_offset, options)."""
+    layout, constants = call.layout, dict(call.constants)
+
+    def on_shard(h, w, key, options):
+        key = {} if key is None else {"key": key}
+        axis_name = {"axis_name": layout.vocabulary}
+        return call.fn(h=h, w=w, **key, **options, **constants, **axis_name)
+
+    def run(h, w, key, row_offset, options):
+        batch_shape, width = h.shape[:-1], w.shape[call.vocab_axis]
+        # Bad arguments are told with the shapes that the user gave.
+        plain = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+        check = {k: v for k, v in constants.items() if k != "implementation"}
+        third = {} if key is None else {"key": key}
+        jax.eval_shape(lambda options: call.fn(**options, **check), jax.tree.map(plain, {"h": h, "w": w, **third, **options}))
+        check_axes(layout, batch_shape, width)
+        specs = (P(*layout.rows), P(layout.vocabulary or None) if call.vocab_axis == 0 else P(None, layout.vocabulary or None))
+        if key is not None:
+            # A row's key is that of its place in the whole batch.
+            words = _keys.row_keys(key, batch_shape, row_offset)
+            data = jax.numpy.stack(words, axis=-1).reshape(*batch_shape, 2)
+            key = jax.random.wrap_key_data(data, impl="threefry2x32")
+        arguments = (h, w, key, options)
+        name_of = lambda path: str(getattr(path[-1], "name", getattr(path[-1], "key", "")))  # noqa: E731
+        option_specs = jax.tree.map_with_path(lambda path, x: call.spec(name_of(path), x.shape, batch_shape, width), options)
+        in_specs = (*specs, None if key is None else P(*layout.rows), option_specs)
+        kinds = dict(zip(layout.mesh.axis_names, layout.mesh.axis_types, strict=True))
+        if any(kinds[name] == AxisType.Explicit for name in layout.axes):
+            put = lambda x, spec: jax.reshard(x, NamedSharding(layout.mesh, spec))  # noqa: E731
+            arguments = jax.tree.map(put, arguments, in_specs)
+        return jax.shard_map(on_shard, mesh=layout.mesh, axis_names=layout.axes, in_specs=in_specs,
+                             out_specs=P(*layout.rows))(*arguments)
+
+    return jax.jit(run)
+
+
+def as_operand(x, name: str):
+    """An option as an array that is not yet on any device; None for a constant of the call."""
+    if hasattr(x, "dtype"):
+        return np.asarray(x) if isinstance(x, np.generic) else x
+    if name == "temperature" or isinstance(x, list | tuple):
+        is_traced = any(map(_checks.is_traced, jax.tree.leaves(x)))
+        return jax.numpy.asarray(x) if is_traced else np.asarray(x, np.float32 if name == "temperature" else None)
+    return None
+
+
+def run(fn: Callable, layout: Layout, h, w, options: dict[str, Any]):
+    """`fn(h, w, **options)` on the shards of a layout; `options` are those of the whole call."""
+    vocab_axis = options.get("vocab_axis", 0) % 2
+    arrays, constants = {}, {}
+    for name, value in options.items():
+        if name in DECIDED or value is None:
+            continue
+        if name == "temperature":  # values that are known are checked now: on the shards they are not
+            _checks.temperature(value, np.shape(h)[:-1])
+        if name == "tokens" and not isinstance(value, jax.Array):
+            value = np.asarray(_checks.token_ids(value, np.shape(h)[:-1])).reshape(np.shape(h)[:-1])
+        if isinstance(value, Mapping) and name in PER_TOKEN:
+            width = w.shape[vocab_axis]
+            value = _checks.dense_bias(value, name, width, _checks.vocabulary(options.get("valid_vocab"), width))
+        if isinstance(value, Processors):
+            # Ids that are known are checked now, too.
+            lists = {n: x for n in LISTS if (x := getattr(value, n)) is not None}
+            vocab = _checks.vocabulary(options.get("valid_vocab"), w.shape[vocab_axis])
+            lists = {n: np.asarray(x, np.int32) if isinstance(x, list | tuple) and not x else x for n, x in lists.items()}
+            for n, x in lists.items():
+                token_lists(x, n, np.shape(h)[:-1], vocab)
+            fields = {n: x if x is None or isinstance(x, TokenCounts) else x if hasattr(x, "dtype") else np.asarray(x)
+                      for n, x in (value._asdict() | lists).items()}
+            arrays[name] = value._replace(**fields)
+            continue
+        operand = as_operand(value, name)
+        if operand is None:
+            constants[name] = value
+        else:
+            arrays[name] = operand
+    call = Call(fn, layout, vocab_axis, tuple(sorted(constants.items())))
+    return _compiled(call)(h, w, options.get("key"), options.get("row_offset"), arrays)
+
+
+def follows_shardings[F: Callable](fn: F) -> F:
+    """A function of (h, w, ...) that runs on the shards when the type of h or w carries an explicit sharding."""
+    signature = inspect.signature(fn)
+
+    @functools.wraps(fn)
+    def wrapper(*args, **kwargs):
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return fn(*args, **kwargs)  # whose message it is
+        h, w, vocab_axis = given["h"], given["w"], given.get("vocab_axis", 0)
+        is_plain = given.get("axis_name") is None and given.get("method") != "categorical"
+        if is_plain and np.ndim(h) and np.ndim(w) == 2 and vocab_axis in (0, 1, -1, -2):
+            layout = explicit_layout(h, w, vocab_axis % 2)
+            if layout is not None:
+                return run(wrapper, layout, h, w, {k: v for k, v in given.items() if k not in ("h", "w")})
+        return fn(*args, **kwargs)
+
+    return wrapper  # pyright: ignore[reportReturnType]

@@ -1,0 +1,99 @@
+"""What the shards of a vocabulary say to each other: a draw or a mass of each, and how they become one.
+
+Every shard draws from its own ids and sends a few numbers per row; each then picks the winner of all. The bytes sent per
+row and shard: 20 for a token, 36 with its log-probabilities, 12 for a greedy token, 16 for a log-probability.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from gumbeljax import _mesh
+from gumbeljax._call import Config, Operands
+from gumbeljax._typing import Array
+from pallas_kernels import many, race
+from pallas_kernels.finish import Draw, Piece, at, has_law, log_normalizer_of
+from pallas_kernels.logits import Elementwise, inverse_temperature
+
+
+def to_global(ids, first):
+    """Ids of a shard as ids of the whole vocabulary; markers stay."""
+    return jnp.where((ids < 0) | (ids == race.NO_ID), ids, ids + first)
+
+
+def local_piece(operands: Operands, keys, config: Config, num_samples: int | None, log_probs: bool) -> Piece:
+    """This shard's draw, with the noise of the whole vocabulary's ids; leaves `[rows]` or `[num_samples, rows]`."""
+    h, w, t, options = operands.h, operands.w, operands.t, operands.options(config)
+    stages, shape = config.stages(), config.shape_arguments()
+    if num_samples is None:
+        return stages.piece(h, w, keys, t, options, with_model=log_probs, **shape)
+    model_mass = None
+    if log_probs:
+        of_model = Elementwise(options.scale, options.soft_cap, valid=options.valid)
+        model_mass = stages.mass(h, w, jnp.ones_like(t), of_model, **shape)
+    top, total = stages.groups(h, w, t, options, **shape)
+    return many.pieces(h, w, keys, t, options, top, total, model_mass, num_samples=num_samples, vocab=config.vocab,
+                       vocab_axis=config.vocab_axis)
+
+
+def draw(operands: Operands, keys, config: Config, *, num_samples: int | None, log_probs: bool) -> Draw:
+    """One draw from all shards. Pathwise that of one device when every shard starts at a multiple of 16."""
+    axes = config.axis_name
+    local, keys = _mesh.vary((operands, keys), axes)
+    first = _mesh.first_id(axes, config.vocab)
+    keys = (*keys, jnp.full_like(keys[0], first.astype(jnp.uint32)))
+    piece = local_piece(local, keys, config, num_samples, log_probs)
+    token = to_global(piece.draw.token, first)
+    said = [piece.won.high, piece.won.low, token, piece.won.top, piece.won.total]
+    if log_probs:
+        mass = piece.model_mass
+        said += [piece.draw.tempered_log_prob, piece.draw.model_log_prob,
+                 *(jnp.broadcast_to(x, token.shape) for x in (mass.top, mass.total))]
+    return merge_draws(*_mesh.gather(tuple(said), axes), t=operands.t)
+
+
+def merge_draws(high, low, token, top, total, tempered=None, model=None, model_top=None, model_total=None, *, t) -> Draw:
+    """The draw of the shard with the best score; arguments are stacked along axis 0."""
+    _, _, best = race.best_score(high, low, jnp.where(token < 0, race.NO_ID, token))
+    all_top, all_total = race.mass_of(top, total, t)
+    ok = has_law(all_top, all_total) & (best != race.NO_ID)
+
+    def of_all(log_prob, top, total, t):  # log P(token | shard) + log P(shard)
+        inside = at(log_prob, token, best)
+        best_top, best_total = race.mass_of(top, total, t)
+        share = (at(top, token, best) - best_top) * inverse_temperature(t) + jnp.log(at(total, token, best) / best_total)
+        return jnp.where(ok, jnp.minimum(inside + share, 0.0), jnp.nan)
+
+    nothing = jnp.zeros_like(all_top)
+    if tempered is not None:
+        tempered = jnp.where(ok & (t == 0.0), 0.0, of_all(tempered, top, total, t))
+        model = of_all(model, model_top, model_total, jnp.float32(1.0))
+    tempered = nothing if tempered is None else tempered
+    return Draw(jnp.where(ok, best, -1), nothing if model is None else model, tempered, tempered,
+                jnp.where(ok, log_normalizer_of(all_top, all_total, t), jnp.nan))
+
+
+def mass(operands: Operands, config: Config) -> race.Mass:
+    """Mass of the processed law, over all shards if there are several; ids are those of the whole vocabulary."""
+    axes = config.axis_name
+    local = _mesh.vary(operands, axes)
+    found = config.stages().mass(local.h, local.w, local.t, local.options(config), **config.shape_arguments())
+    if not axes:
+        return found
+    found = found._replace(argmax=to_global(found.argmax, _mesh.first_id(axes, config.vocab)))
+    return race.merge_masses(race.Mass(*_mesh.gather(tuple(found), axes)), operands.t)
+
+
+def merge_scores(log_total, top, x, is_here, is_best, t, axes) -> tuple[Array, ...]:
+    """From each shard's mass, `logsumexp(l / T) = top / T + log total`, and the logit x of a token that one of them has
+    (`is_here`; `is_best`: it is that shard's first largest) to the same of all. `top` is a constant to differentiation."""
+    flag = is_here.astype(jnp.float32) + is_best
+    log_totals, tops, x, flags = _mesh.gather((log_total, lax.stop_gradient(top), x, flag), axes)
+    top = jnp.max(tops, axis=0)
+    alive = tops > -jnp.inf  # a NaN is not: what comes of it is marked by `top`
+    z = jnp.where(alive, (jnp.where(alive, tops, 0.0) - top) * inverse_temperature(t) + log_totals, -jnp.inf)
+    # No maximum is taken off: the shard with the largest logit has z >= 0, and none exceeds the log of its width.
+    log_total = jnp.log(jnp.sum(jnp.exp(z), axis=0))
+    shard = lax.broadcasted_iota(jnp.int32, tops.shape, 0)
+    is_first = shard == race.first_where(tops == top, shard)
+    x = jnp.sum(jnp.where(flags > 0.0, x, 0.0), axis=0)
+    return log_total, top, x, jnp.any(flags > 0.0, axis=0), jnp.any((flags > 1.0) & is_first, axis=0)

@@ -1,0 +1,154 @@
+"""Merging what parts of a vocabulary say: one draw from many, across shards, hosts, models or time.
+
+A part with logits l has the log mass `m = logsumexp(l)`. Whatever is known of it decides how parts merge:
+
+- its race, (score, token, log mass) with `score = m + Gumbel`: `merge` keeps the larger score. Pathwise exact;
+- a token drawn from it and its log mass only: `merge_log_mass` draws one of many parts, `merge_online` one of two, so that
+  a stream of parts takes constant memory. Exact in distribution.
+
+Every part must have been drawn with noise of its own: other ids with one key (`summarize` with `first_id`), or other keys.
+
+Source: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NeurIPS 2014 (max-stability); "FlashSampling", arXiv 2603.15854
+(group-wise and online merging).
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from gumbeljax import _checks
+from gumbeljax._keys import row_keys
+from gumbeljax._typing import Array, ArrayLike, Key
+from pallas_kernels import noise, race, xla
+
+
+class Summary(NamedTuple):
+    """The race over a part of a vocabulary. A part without mass is (-inf, -1, -inf)."""
+
+    score: Any  # f32 [*batch], log mass + Gumbel
+    token: Any  # i32 [*batch]
+    log_mass: Any  # f32 [*batch]
+
+
+class Candidate(NamedTuple):
+    """A token drawn from a part of a vocabulary, and the part's log mass. A part without mass is (-1, -inf)."""
+
+    token: Any  # i32 [*batch]
+    log_mass: Any  # f32 [*batch]
+
+
+def summarize(logits: ArrayLike, key: Key, *, first_id: ArrayLike = 0) -> Summary:
+    """The race over logits `[*batch, n]` whose first token is `first_id`.
+
+    Pathwise exact: parts that start at multiples of 16 merge to the token of
+    `gumbeljax.sample_logits(all logits, key)`. Other cuts are exact in distribution.
+
+    Args:
+      logits: bfloat16, float16 or float32.
+      key: one key or an array of keys of the batch's shape, the same for all parts.
+      first_id: one integer, may be traced.
+
+    Returns:
+      `Summary`, leaves `[*batch]`; a NaN or +inf logit gives token -1 and a NaN mass.
+
+    >>> import jax, jax.numpy as jnp
+    >>> logits, key = jnp.arange(48.0), jax.random.key(0)
+    >>> parts = [summarize(logits[i:i + 16], key, first_id=i) for i in (0, 16, 32)]
+    >>> whole = merge(parts[0], merge(parts[1], parts[2]))
+    >>> int(whole.token), f"{whole.log_mass:.4f}"
+    (47, '47.4587')
+    """
+    logits = _checks.float_array(logits, "logits")
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"logits must be [*batch, n] with at least one token; got shape {list(logits.shape)}: pass a part.")
+    batch_shape, n = logits.shape[:-1], logits.shape[-1]
+    first = _checks.as_array(first_id, "first_id")
+    if first.shape != () or not jnp.issubdtype(first.dtype, jnp.integer):
+        raise TypeError(f"first_id must be one integer; got {first.dtype}{list(first.shape)}: pass the id of the first logit.")
+    words = row_keys(key, batch_shape)
+    t = jnp.ones_like(words[0], jnp.float32)
+    keys = (*words, jnp.full_like(words[0], first.astype(jnp.uint32)))
+    draw, won, _ = xla.piece(logits.reshape(-1, n), None, keys, t, vocab=n)
+    token = jnp.where(draw.token < 0, -1, draw.token + first.astype(jnp.int32))
+    is_empty = won.top == -jnp.inf
+    nan_unless = jnp.where(is_empty, -jnp.inf, jnp.nan)
+    out = Summary(jnp.where(token < 0, nan_unless, won.high + won.low), token,
+                  jnp.where(token < 0, nan_unless, draw.log_normalizer))
+    return Summary(*(x.reshape(batch_shape) for x in out))
+
+
+def merge(a: Summary, b: Summary) -> Summary:
+    """The race over two parts together: the larger score wins, masses add (`logaddexp`).
+
+    Pathwise exact: associative and commutative, tokens and scores bit for bit, masses to rounding. Equal scores go to the
+    lower token. A NaN on either side is a NaN, with token -1. Leaves broadcast.
+
+    >>> import jax.numpy as jnp
+    >>> empty = Summary(-jnp.inf, -1, -jnp.inf)
+    >>> part = Summary(jnp.float32(1.5), jnp.int32(7), jnp.float32(0.5))
+    >>> [x.item() for x in merge(empty, part)]
+    [1.5, 7, 0.5]
+    """
+    a_wins = (a.score > b.score) | ((a.score == b.score) & (a.token < b.token))
+    is_nan = jnp.isnan(a.log_mass) | jnp.isnan(b.log_mass)
+    return Summary(jnp.where(is_nan, jnp.nan, jnp.where(a_wins, a.score, b.score)),
+                   jnp.where(is_nan, -1, jnp.where(a_wins, a.token, b.token)),
+                   jnp.logaddexp(a.log_mass, b.log_mass))
+
+
+def _noise(key: Key, batch_shape: tuple[int, ...], level: int, indices) -> Array:
+    """Gumbel noise of merging, `[n, *batch]`."""
+    words = row_keys(key, batch_shape)
+    stream = noise.stream(noise.MERGE, 0, level)
+    return noise.gumbel(*words, stream, indices[:, None].astype(jnp.uint32)).reshape(-1, *batch_shape)
+
+
+def merge_log_mass(candidates: Candidate, key: Key) -> Candidate:
+    """One of n candidates, stacked along axis 0, with probability proportional to the exponential of its log mass.
+
+    Exact in distribution: associative and commutative in law only, since the noise belongs to the merge. `key`: one key or
+    an array of keys of the batch's shape, used for nothing else but draws.
+
+    Returns:
+      `Candidate` with leaves `[*batch]`: the chosen token and the log mass of all parts. Parts without mass are never chosen,
+      unless all are, which gives (-1, -inf); a NaN mass gives (-1, NaN).
+
+    >>> import jax, jax.numpy as jnp
+    >>> parts = Candidate(jnp.array([3, 20, 35]), jnp.array([-jnp.inf, 0.0, -jnp.inf]))
+    >>> [x.item() for x in merge_log_mass(parts, jax.random.key(0))]
+    [20, 0.0]
+    """
+    token, log_mass = jnp.asarray(candidates.token), jnp.asarray(candidates.log_mass, jnp.float32)
+    if token.shape != log_mass.shape or token.ndim == 0:
+        raise ValueError(f"candidates must have token and log_mass of one shape [n, *batch]; got {list(token.shape)} and "
+                         f"{list(log_mass.shape)}: stack them along axis 0.")
+    index = jnp.arange(token.shape[0])
+    scores = log_mass + _noise(key, token.shape[1:], noise.GROUP_LEVEL, index)
+    column = index.reshape(-1, *(1,) * (token.ndim - 1))
+    chosen = race.first_where(scores == jnp.max(scores, axis=0), column)
+    total = jnp.max(log_mass, axis=0)
+    total = total + jnp.log(jnp.sum(jnp.exp(log_mass - race.finite_or_zero(total)), axis=0))
+    picked = jnp.sum(jnp.where(column == chosen, token, 0), axis=0)
+    return Candidate(jnp.where(total > -jnp.inf, picked, -1), total)
+
+
+def merge_online(old: Candidate, new: Candidate, key: Key) -> Candidate:
+    """What is held after one more part: `new` with probability `exp(m_new) / (exp(m_new) + exp(m_old))`.
+
+    Exact in distribution. The coin is the race `m_new + G1 > m_old + G2`: as a probability it would be NaN for two parts
+    without mass, and zero for a part below 2^-24 of the other. Give every step a key of its own, such as
+    `fold_in(key, step)`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> held = Candidate(jnp.int32(-1), -jnp.inf)  # nothing yet
+    >>> for step, log_mass in enumerate([-1.0, 2.0, 60.0]):
+    ...     held = merge_online(held, Candidate(jnp.int32(step), log_mass), jax.random.key(step))
+    >>> [x.item() for x in held]
+    [2, 60.0]
+    """
+    m_old, m_new = jnp.asarray(old.log_mass, jnp.float32), jnp.asarray(new.log_mass, jnp.float32)
+    batch_shape = jnp.broadcast_shapes(m_old.shape, m_new.shape)
+    coins = _noise(key, batch_shape, noise.TOKEN_LEVEL, jnp.arange(2))
+    total = jnp.logaddexp(m_old, m_new)
+    token = jnp.where(m_new + coins[0] > m_old + coins[1], new.token, old.token)
+    return Candidate(jnp.where(jnp.isnan(total), -1, token), total)

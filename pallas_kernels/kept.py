@@ -164,6 +164,7 @@ def kept_set(x, t, filters: Filters):
 def last_kept(x, z, t, top, filters: Filters) -> Kept:
     """The last token of the prefix kept by top_k and top_p."""
     vocab, rows = x.shape
+    num_groups = -(-vocab // noise.GROUP)
     if filters.top_k is not None:
         filters = filters._replace(top_k=jnp.where(filters.top_k >= vocab, 0, filters.top_k))
     weight = total = everything = None
@@ -173,10 +174,10 @@ def last_kept(x, z, t, top, filters: Filters) -> Kept:
         everything = add_up(fixed_point(weight, total))
 
     def grouped(a, empty):
-        return jnp.pad(a, ((0, -vocab % noise.GROUP), (0, 0)), constant_values=empty).reshape(-1, noise.GROUP, rows)
+        return jnp.pad(a, ((0, -vocab % noise.GROUP), (0, 0)), constant_values=empty).reshape(num_groups, noise.GROUP, rows)
 
     def of_groups(chosen):
-        ids = (noise.GROUP * chosen[:, None] + jnp.arange(noise.GROUP, dtype=jnp.int32)[:, None]).reshape(-1, rows)
+        ids = (noise.GROUP * chosen[:, None] + jnp.arange(noise.GROUP, dtype=jnp.int32)[:, None]).reshape(noise.GROUP * len(chosen), rows)
         pick = lambda a: jnp.take_along_axis(a, jnp.minimum(ids, vocab - 1), axis=0)  # noqa: E731
         picked = jnp.where(ids < vocab, pick(x), -jnp.inf)
         part = None if weight is None else jnp.where(ids < vocab, pick(weight), 0.0)

@@ -1,0 +1,429 @@
+"""top_k, top_p and min_p against sorts in float64, on every path of the search, and wrong filters that must be seen."""
+
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+
+import gumbeljax
+from pallas_kernels import kept as search
+from tests import filter_oracle as oracle
+from tests import heads, knobs, oracles, statistics
+from tests.filter_oracle import Options
+from tests.knobs import Case
+
+FILTERS = ("top_k", "top_p", "min_p")
+
+
+def ask(case: Case):
+    """(answers, words) of a case of filters alone."""
+    keys, words = heads.keys_of(case.seed, len(case.logits))
+    return knobs.answers(case.logits, keys, knobs.filters_of(case.options, len(case.logits))), words
+
+
+# Every combination, per row
+
+
+@knobs.checked(max_examples=60)
+@given(knobs.filter_cases([17, 100]))
+def test_every_answer_of_small_vocabularies(case):
+    knobs.assert_answers(case, *ask(case))
+
+
+@knobs.checked(max_examples=25)
+@given(knobs.filter_cases([2100]))
+def test_every_answer_where_candidates_are_searched_first(case):
+    assert case.logits.shape[1] > 32 * search.CANDIDATES[0]
+    knobs.assert_answers(case, *ask(case))
+
+
+@pytest.mark.parametrize("on", [c for n in range(4) for c in itertools.combinations(FILTERS, n)], ids="+".join)
+def test_filters_that_are_left_out_are_off(on):
+    """An argument that is absent compiles to nothing; scalars serve all rows."""
+    rng = np.random.default_rng(0)
+    logits = np.stack([knobs.row_of(kind, 100, rng) for kind in ("grid", "normal", "flat", "both zeros")])
+    values = {name: v for name, v in {"top_k": 7, "top_p": 0.6, "min_p": 0.3}.items() if name in on}
+    h, w = knobs.logits_head(logits)
+    keys, words = heads.keys_of(1, 4)
+    tokens = gumbeljax.sample(h, w, keys, **values)
+    got, _ = ask(Case(logits, Options(**values), seed=1))  # all filters there, per row
+    kept = np.asarray(got.kept)
+    knobs.assert_kept(kept, logits.astype(np.float64), Options(**values))
+    np.testing.assert_array_equal(tokens, got.draw.token)
+    heads.assert_pathwise(tokens, np.where(kept, logits, -np.inf), words)
+    np.testing.assert_array_equal(tokens, gumbeljax.sample_logits(logits, keys, **values))
+
+
+@pytest.mark.parametrize("off", [{"top_k": None}, {"top_k": 0}, {"top_k": -1}, {"top_p": 1.0}, {"min_p": 0.0}, {"top_k": 2**30}],
+                         ids=str)
+def test_off_is_the_unfiltered_draw(off):
+    h, w = heads.exact_head(500, 32, 16)
+    keys, _ = heads.keys_of(0, 16)
+    want = gumbeljax.sample_with_log_probs(h, w, keys)
+    traced = {name: jnp.full(16, v) for name, v in off.items() if v is not None}
+    for options in (off, traced):
+        got = gumbeljax.sample_with_log_probs(h, w, keys, **options)
+        np.testing.assert_array_equal(got.token, want.token)
+        np.testing.assert_allclose(got[1:], want[1:], atol=2e-5)
+
+
+# The paths of the search
+
+
+def tier_case(vocab):
+    """Rows whose kept sets fit the first candidates, need more of them, and need the whole vocabulary."""
+    rng = np.random.default_rng(vocab)
+    normal = np.round(rng.normal(size=vocab) * 16) / 8
+    peaked = np.where(rng.random(vocab) < 0.001, 12.0, 0.0)
+    rows = [("sharp", normal * 4, 0, 0.9, 0.0), ("k 50", normal, 50, 1.0, 0.0), ("k 50, p", normal, 50, 0.9, 0.0),
+            ("k 65", normal, 65, 1.0, 0.0), ("k 1025, p", normal, 1025, 0.95, 0.0), ("k V-1", normal, vocab - 1, 1.0, 0.0),
+            ("flat", normal * 0, 0, 0.9, 0.0), ("tied", normal * 0, 100, 0.5, 0.0), ("p 1-1e-6", normal, 0, 1 - 1e-6, 0.0),
+            ("p tiny", normal, 0, 1e-12, 0.0), ("p 0", normal, 5, 0.0, 0.0), ("m", normal, 0, 1.0, 0.05),
+            ("all", normal, 2000, 0.8, 0.1), ("peaked", peaked, 0, 0.9, 0.0), ("greedy", normal, 40, 0.9, 0.0),
+            ("signs of 0", np.where(rng.random(vocab) < 0.5, 0.0, -0.0), 70, 0.3, 0.0)]
+    names, logits, k, p, m = (list(a) for a in zip(*rows, strict=True))
+    t = np.where([n == "greedy" for n in names], 0.0, 1.0)
+    return names, np.stack(logits).astype(np.float32), Options(t, np.array(k), np.array(p), np.array(m))
+
+
+@pytest.mark.parametrize("vocab", [2049, 33_000])
+def test_every_path_finds_the_same_set(vocab):
+    """Alone, a row takes the path that it needs; beside the others it takes the longest. Set, token and log-probs do not
+    change, and are the oracle's."""
+    names, logits, options = tier_case(vocab)
+    rows = len(names)
+    keys, words = heads.keys_of(0, rows)
+
+    @jax.jit
+    def together(logits, keys, filters):
+        h, w = knobs.logits_head(logits)
+        return gumbeljax.kept_tokens(h, w, **filters), gumbeljax.sample_with_log_probs(h, w, keys, **filters)
+
+    filters = knobs.filters_of(options, rows)
+    kept, out = together(logits, keys, filters)
+    knobs.assert_kept(np.asarray(kept), logits.astype(np.float64), options)
+    heads.assert_pathwise(out.token, np.where(kept, logits, -np.inf), words, options.temperature)
+    for i in range(rows):
+        alone = lambda x, i=i: jax.tree.map(lambda a: jnp.repeat(a[i:i + 1], rows, 0), x)  # noqa: E731
+        own_kept, own = together(*alone((jnp.asarray(logits), keys, filters)))
+        np.testing.assert_array_equal(own_kept[0], kept[i], names[i])
+        for a, b in zip(own, out, strict=True):
+            np.testing.assert_array_equal(a[0], b[i], names[i])
+
+
+def test_a_neighbour_changes_no_bit():
+    """Rows 1 to 3 become zeros, huge, NaN, masked; row 0 keeps token, log-probs and set (the path changes under it)."""
+    vocab = 2100
+    rng = np.random.default_rng(0)
+    row = (rng.normal(size=vocab) * 4).astype(np.float32)
+    keys, _ = heads.keys_of(0, 4)
+    others = {"like it": row, "zeros": 0 * row, "huge": 1e4 * row, "nan": np.nan * row, "inf": np.where(row > 8, np.inf, row),
+              "masked": np.full(vocab, -np.inf)}
+    options = knobs.filters_of(Options(0.8, [40, 0, 0, 0], 0.9, [0.01, 0, 0, 0]))
+
+    @jax.jit
+    def ask(bias):
+        h, w = jnp.zeros((4, 16)), jnp.zeros((vocab, 16))
+        return (gumbeljax.sample_with_log_probs(h, w, keys, logit_bias=bias, **options),
+                gumbeljax.kept_tokens(h, w, logit_bias=bias, **options))
+
+    answers = {name: jax.tree.map(lambda a: np.asarray(a[0]), ask(np.stack([row, x, x, x]))) for name, x in others.items()}
+    for name, got in answers.items():
+        assert int(got[0].token) >= 0
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(answers["like it"]), strict=True):
+            np.testing.assert_array_equal(a, b, name)
+
+
+def test_batch_size_and_slot_change_no_set():
+    names, logits, options = tier_case(2049)
+    filters = knobs.filters_of(options, len(names))
+    ask = lambda i: gumbeljax.kept_tokens(*knobs.logits_head(logits[i]), **{n: x[i] for n, x in filters.items()})  # noqa: E731
+    whole = np.asarray(ask(np.arange(len(names))))
+    for i in (np.arange(len(names))[::-1], np.array([7])):
+        np.testing.assert_array_equal(ask(i), whole[i])
+
+
+# The search itself
+
+
+def test_keys_are_in_the_order_of_the_logits():
+    x = np.array([-np.inf, -3e38, -1.0, -1e-30, -0.0, 0.0, 1e-30, 1.0, 3e38, np.inf], np.float32)
+    keys = np.asarray(search.ordered_keys(x))
+    assert np.all(np.diff(keys)[np.arange(9) != 4] > 0) and keys[4] == keys[5]
+    assert search.ordered_keys(jnp.float32(np.nan)) < keys[0]
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 37, 64])
+def test_every_prefix_can_be_asked_for(vocab):
+    """top_k = 1, 2, ... V, as the rows of one call, on tied logits."""
+    logits = np.random.default_rng(vocab).integers(0, 3, vocab).astype(np.float32)
+    h, w = heads.pinned_head(logits, rows=vocab)
+    kept = np.asarray(gumbeljax.kept_tokens(h, w, top_k=np.arange(1, vocab + 1)))
+    for k in range(1, vocab + 1):
+        assert sorted(np.flatnonzero(kept[k - 1])) == sorted(oracle.descending(logits)[:k])
+
+
+def test_all_masked_and_bad_rows_keep_nothing():
+    logits = np.zeros((6, 50), np.float32)
+    logits[1], logits[2, 7], logits[3, 7], logits[4, [3, 9]] = -np.inf, np.nan, np.inf, np.inf
+    head = jnp.zeros((6, 16)), jnp.zeros((50, 16))
+
+    @jax.jit
+    def ask(t, filters):
+        options = filters | {"temperature": t, "logit_bias": logits}
+        return (gumbeljax.sample(*head, jax.random.key(0), **options), gumbeljax.kept_tokens(*head, **options),
+                gumbeljax.processed_log_probs(*head, **options),
+                gumbeljax.top_log_probs(*head, 3, tokens=jnp.zeros(6, jnp.int32), **options))
+
+    marked = np.array([False, True, True, True, True, False])
+    on, off = {"top_k": 5, "top_p": 0.5, "min_p": 0.5}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    for filters in (*(off | {name: on[name]} for name in on), on, off):
+        filters = {name: jnp.full(6, x) for name, x in filters.items()}
+        for t in (1.0, 0.0):
+            token, kept, log_probs, top = jax.tree.map(np.asarray, ask(t, filters))
+            np.testing.assert_array_equal(token == -1, marked)
+            np.testing.assert_array_equal(kept.any(1), ~marked)
+            np.testing.assert_array_equal(np.isnan(log_probs).all(1), marked)
+            assert (top.tokens[marked] == -1).all() and (top.rank[marked] == 0).all() and (top.rank[~marked] == 1).all()
+
+
+def test_traced_bad_numbers_mark_their_row():
+    h, w = heads.exact_head(100, 16, 6)
+    bad = {"top_p": jnp.array([0.5, -0.1, 1.1, jnp.nan, jnp.inf, 0.0]), "min_p": jnp.array([0.5, -0.1, 1.1, jnp.nan, jnp.inf, 0.0])}
+    for name, x in bad.items():
+        tokens = jax.jit(lambda x, name=name: gumbeljax.sample(h, w, jax.random.key(0), **{name: x}))(x)
+        np.testing.assert_array_equal(tokens == -1, [False, True, True, True, True, False])
+        with pytest.raises(ValueError, match=f"^{name} must be between 0 and 1"):
+            gumbeljax.sample(h, w, jax.random.key(0), **{name: np.asarray(x)})
+    tokens = jax.jit(lambda k: gumbeljax.sample(h, w, jax.random.key(0), top_k=k))(jnp.array([1, -1, 0, -2, -(2**31), 5]))
+    np.testing.assert_array_equal(tokens == -1, [False, False, False, True, True, False])
+    for k in (-2, np.array([1, 1, 1, 1, 1, -5])):
+        with pytest.raises(ValueError, match="^top_k must be at least -1"):
+            gumbeljax.sample(h, w, jax.random.key(0), top_k=k)
+    with pytest.raises(TypeError, match="^top_k must be an integer"):
+        gumbeljax.sample(h, w, jax.random.key(0), top_k=5.0)
+
+
+def test_a_wide_top_k_does_not_wrap():
+    h, w = heads.pinned_head(np.arange(10.0), rows=2)
+    for k in (np.full(2, 2**32 + 1), np.full(2, 2**31, np.uint32), np.full(2, 2**32 - 1, np.uint32), np.int64(2**40)):
+        assert np.asarray(gumbeljax.kept_tokens(h, w, top_k=k)).all(), k
+
+
+# Without replacement, gradients, traces
+
+
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.85}, {"min_p": 0.2}, {"top_k": 6, "top_p": 0.9, "min_p": 0.05}], ids=str)
+def test_without_replacement_is_plackett_luce_on_the_kept_set(options):
+    """Ordered triples by enumeration; 20 ids cross a group border."""
+    rows, logits = 100_000, np.random.default_rng(20).normal(size=20)
+    h, w = heads.pinned_head(logits, rows=rows)
+    filters = knobs.filters_of(Options(temperature=0.8, **options), rows)
+    draws = np.asarray(gumbeljax.sample(h, w, jax.random.key(0), num_samples=3, replace=False, **filters))
+    want = oracle.laws(np.asarray(w[:, 0])[None].astype(np.float64), Options(temperature=0.8, **options))
+    assert 3 < want.kept.sum() < 20
+    law = statistics.plackett_luce(np.exp(want.processed[0]), 3)
+    assert statistics.chi_square(*statistics.tuple_counts(draws, law)) > statistics.ALPHA
+
+
+def test_fewer_kept_tokens_than_samples():
+    h, w = heads.pinned_head(np.arange(40.0), rows=3)
+    draws = np.asarray(gumbeljax.sample(h, w, jax.random.key(0), num_samples=5, replace=False, top_k=jnp.array([1, 3, 5])))
+    assert [sorted(row.tolist()) for row in draws] == [[-1] * 4 + [39], [-1, -1, 37, 38, 39], [35, 36, 37, 38, 39]]
+    assert (draws[0] == [39, -1, -1, -1, -1]).all() and (draws[1, 3:] == -1).all()
+
+
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.8, "min_p": 0.02}], ids=str)
+def test_gradients_are_those_of_the_law_on_the_kept_set(options):
+    """Float64 finite differences of the oracle's law with the kept set held still, for h, w, bias and temperature."""
+    rows, vocab, d_model = 3, 60, 8
+    rng = np.random.default_rng(3)
+    h, w, bias, t = rng.normal(size=(rows, d_model)), rng.normal(size=(vocab, d_model)), rng.normal(size=vocab), np.array([0.7, 1, 2])
+    filters = knobs.filters_of(Options(**options), rows)
+    filters.pop("temperature")
+    arguments = tuple(np.asarray(x, np.float32).astype(np.float64) for x in (h, w, bias, t))
+    mask = rng.random(vocab) < 0.9
+    law = lambda h, w, bias, t: oracle.laws(h @ w.T, Options(t, logit_bias=bias, mask=mask, **options))  # noqa: E731
+    kept = law(*arguments).kept
+    tokens = np.array([rng.choice(np.flatnonzero(k)) for k in kept])
+    weights = np.array([1.0, -2.0, 0.5])
+
+    def still(h, w, bias, t):
+        x = np.where(kept, h @ w.T + bias, -np.inf)
+        z = x / t[:, None]
+        return np.sum(weights * (z - oracles.logsumexp(z)[:, None])[np.arange(rows), tokens])
+
+    @jax.jit
+    def ours(h, w, bias, t):
+        out = gumbeljax.log_prob(h, w, jnp.asarray(tokens), temperature=t, logit_bias=bias, mask=jnp.asarray(mask), **filters)
+        whole = gumbeljax.processed_log_probs(h, w, temperature=t, logit_bias=bias, mask=jnp.asarray(mask), **filters)
+        return jnp.sum(weights * out) / 2 + jnp.sum(weights * whole[jnp.arange(rows), tokens]) / 2
+
+    small = tuple(jnp.asarray(x, jnp.float32) for x in arguments)
+    np.testing.assert_allclose(ours(*small), still(*arguments), rtol=1e-5)
+    for place, got in enumerate(jax.grad(ours, (0, 1, 2, 3))(*small)):
+        chex.assert_tree_all_finite(got)
+        want, step = np.zeros_like(arguments[place]), 1e-6
+        for i in np.ndindex(want.shape):
+            moved = [x.copy() for x in arguments], [x.copy() for x in arguments]
+            moved[0][place][i] += step
+            moved[1][place][i] -= step
+            want[i] = (still(*moved[0]) - still(*moved[1])) / (2 * step)
+        np.testing.assert_allclose(got, want, atol=2e-5)
+        assert np.abs(want).max() > 1e-2
+
+
+def test_log_prob_outside_the_kept_set():
+    h, w = heads.pinned_head([3.0, 2.0, 1.0, 0.0], rows=4)
+    got = gumbeljax.log_prob(h, w, jnp.arange(4), top_k=2)
+    np.testing.assert_allclose(got, [-0.3132617, -1.3132617, -np.inf, -np.inf], atol=1e-6)
+    got = gumbeljax.log_prob(h, w, jnp.array([-1, 4, 3, 0]), top_k=2)
+    assert np.isnan(got[:2]).all() and got[2] == -np.inf
+    grad = jax.grad(lambda w: gumbeljax.log_prob(h, w, jnp.zeros(4, jnp.int32), top_k=2).sum())(w)
+    assert (grad[2:] == 0).all() and (np.abs(grad[:2, 0]) > 0.1).all()
+
+
+def test_parameters_may_change_every_step_without_a_retrace():
+    vocab, rows = 2100, 4
+    h, w = heads.exact_head(vocab, 16, rows)
+    keys, words = heads.keys_of(0, rows)
+    logits = heads.exact_logits(h, w)
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(keys, filters):
+        return gumbeljax.sample(h, w, keys, **filters), gumbeljax.kept_tokens(h, w, **filters)
+
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        options = Options(rng.choice([0, 0.5, 1, 2], rows), rng.choice([0, 1, 50, 100, 2000, 2**30], rows),
+                          rng.choice([0, 0.3, 0.9, 1], rows), rng.choice([0, 0.1, 1], rows))
+        tokens, kept = step(keys, knobs.filters_of(options))
+        knobs.assert_kept(np.asarray(kept), logits.astype(np.float64), options)
+        heads.assert_pathwise(tokens, np.where(kept, logits, -np.inf), words, options.temperature)
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (2, 3), (0,)])
+def test_leading_shapes(batch):
+    def everything(h, w):
+        options = {"top_k": jnp.full(batch, 5), "top_p": 0.9, "min_p": jnp.zeros(batch)}
+        several = gumbeljax.sample(h, w, jax.random.key(0), num_samples=2, **options)
+        top = gumbeljax.top_log_probs(h, w, 3, tokens=several[..., 0], **options)
+        return (gumbeljax.sample(h, w, jax.random.key(0), **options), several, gumbeljax.kept_tokens(h, w, **options),
+                gumbeljax.processed_log_probs(h, w, **options), *top, gumbeljax.log_prob(h, w, several[..., 0], **options))
+
+    shapes = jax.eval_shape(everything, jnp.ones((*batch, 8)), jnp.ones((100, 8)))
+    assert [x.shape[len(batch):] for x in shapes] == [(), (2,), (100,), (100,), (3,), (3,), (), ()]
+    assert all(x.shape[:len(batch)] == batch for x in shapes)
+
+
+# Wrong filters: each must fail the gate that the library passes
+
+
+def probabilities(x, t):
+    weights = oracle.weights_of(x, t)
+    return weights / weights.sum()
+
+
+def prefix(x, weights, base, p, before=True):
+    """Tokens in order while the mass before them is below p (or, wrongly, while the mass with them is at most p)."""
+    order = oracle.descending(x)
+    mass = np.cumsum(weights[order]) / base
+    inside = np.zeros(len(x), bool)
+    inside[order] = (mass - weights[order] / base < p - 1e-9) if before else mass <= p
+    return inside | (p >= 1)
+
+
+def first(x, k, ids=None):
+    inside = np.zeros(len(x), bool)
+    ids = np.arange(len(x)) if ids is None else ids
+    inside[np.lexsort((ids, -x))[:k if k > 0 else len(x)]] = True
+    return inside
+
+
+def of_parts(top_k=first, top_p=prefix, renormalise=True, min_p=lambda w, m: w >= m * w.max(), p_first=False, min_p_t=None):
+    """A filter from replaceable parts; as they stand they are right."""
+    def kept(x, t, k, p, m):
+        weights = oracle.weights_of(x, t)
+        if p_first:
+            out = top_p(x, weights, weights.sum(), p)
+            out &= top_k(np.where(out, x, -np.inf), k)
+        else:
+            out = top_k(x, k)
+            out &= top_p(x, np.where(out, weights, 0), weights[out].sum() if renormalise else weights.sum(), p)
+        return out & (min_p(oracle.weights_of(x, t if min_p_t is None else min_p_t), m) if m > 0 else True)
+    return kept
+
+
+WRONG = {
+    "top_p before top_k": of_parts(p_first=True),
+    "not renormalised after top_k": of_parts(renormalise=False),
+    "the crossing token dropped": of_parts(top_p=lambda x, w, b, p: prefix(x, w, b, p, before=False) | (x == x.max())),
+    "ties kept together": of_parts(top_k=lambda x, k: x >= np.sort(x)[::-1][min(k, len(x)) - 1] if k > 0 else x == x),
+    "highest id first among equals": of_parts(top_k=lambda x, k: first(x, k, -np.arange(len(x)))),
+    "the sign of zero read": of_parts(top_k=lambda x, k: first(np.where((x == 0) & np.signbit(x), -1e-6, x), k)),
+    "min_p before temperature": of_parts(min_p_t=1.0),
+    "min_p of the largest logit": of_parts(min_p=lambda w, m: np.log(w) >= m * np.log(w).max() - 1.0),
+    "min_p absolute": of_parts(min_p=lambda w, m: w / w.sum() >= m),
+    "top_k off is top_k 1": of_parts(top_k=lambda x, k: first(x, max(k, 1))),
+    "top_k misses one": of_parts(top_k=lambda x, k: first(x, max(k - 1, 1) if k > 0 else 0)),
+    "temperature left out": lambda x, t, k, p, m: of_parts()(x, 1.0, k, p, m),
+}
+
+
+def gate_cases():
+    """Rows on which the parts differ."""
+    rng = np.random.default_rng(5)
+    for kind in ("grid", "both zeros", "normal", "flat"):
+        x = knobs.row_of(kind, 40, rng)[None]
+        for k, p, m in itertools.product((0, 3, 7), (0.5, 0.8, 1.0), (0.0, 0.03)):
+            yield x, Options(2.0, k, p, m)
+
+
+def passes(kept_of):
+    try:
+        for x, o in gate_cases():
+            kept = kept_of(x[0], o)
+            knobs.assert_kept(kept[None], x.astype(np.float64), o)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_the_gate_passes_the_library_and_its_parts():
+    def ours(x, o):
+        h, w = heads.pinned_head(x)
+        return np.asarray(gumbeljax.kept_tokens(h, w, **{n: v[:1] for n, v in knobs.filters_of(o).items()}))[0]
+
+    assert passes(ours)
+    assert passes(lambda x, o: of_parts()(x.astype(np.float64), o.temperature, o.top_k, o.top_p, o.min_p))
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_filters_fail_the_gate(wrong):
+    with np.errstate(divide="ignore"):
+        assert not passes(lambda x, o: WRONG[wrong](x.astype(np.float64), o.temperature, o.top_k, o.top_p, o.min_p))
+
+
+def test_a_draw_whose_groups_race_with_tokens_that_were_filtered_out_fails():
+    """Groups weighed before the filters: the law is wrong, and so are tokens."""
+    rng = np.random.default_rng(1)
+    rows, x = 4000, np.round(rng.normal(size=64) * 8) / 8
+    kept = oracle.kept_set(x, 1.0, 8, 1.0, 0.0)[0]
+    words = heads.keys_of(0, rows)[1]
+    allowed = np.broadcast_to(np.where(kept, x, -np.inf), (rows, 64))
+    h, w = heads.pinned_head(x, rows=rows)
+    tokens = np.asarray(gumbeljax.sample(h, w, heads.keys_of(0, rows)[0], top_k=8))
+    heads.assert_pathwise(tokens, allowed, words)
+    probs = np.exp(oracles.log_softmax(allowed[:1]))[0]
+    assert statistics.chi_square(np.bincount(tokens, minlength=64), probs) > statistics.ALPHA
+    groups = oracles.grouped_tokens(np.broadcast_to(x, (rows, 64)), words) // 16  # the race of all tokens
+    inside = np.where(np.arange(64)[None] // 16 == groups[:, None], allowed, -np.inf)
+    wrong = oracles.grouped_tokens(inside, words)
+    assert (wrong == -1).any() or statistics.chi_square(np.bincount(wrong, minlength=64), probs) < statistics.ALPHA
+    with pytest.raises(AssertionError):
+        heads.assert_pathwise(wrong, allowed, words)

@@ -67,7 +67,8 @@ def processed_log_probs(h: ArrayLike, w: ArrayLike, *, vocab_axis: int = 0, **op
     operands, config, batch_shape = prepare(h, w, vocab_axis=vocab_axis, **options)
     with plain_broadcasting():
         out = log_probs(operands, config=config)
-    return _over_vocabulary(out, h, w, batch_shape, vocab_axis, -jnp.inf)
+    out = _over_vocabulary(out, h, w, batch_shape, vocab_axis, -jnp.inf)
+    return jnp.where(jnp.isnan(out[..., :1]), jnp.nan, out)  # padding too
 
 
 def kept_tokens(h: ArrayLike, w: ArrayLike, *, vocab_axis: int = 0, **options) -> Array:

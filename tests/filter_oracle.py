@@ -75,8 +75,9 @@ def laws(logits, options: Options) -> Laws:
 def processed_logits(logits, options: Options):
     """(model logits, processed logits) before temperature: bias, sparse bias, penalties, then everything that forbids."""
     o, rows = options, len(logits)
-    model, x = oracles.processed_logits(logits, scale=o.scale, soft_cap=o.soft_cap, logit_bias=o.logit_bias,
-                                        valid_vocab=o.valid_vocab)
+    model, x = oracles.processed_logits(
+        logits, scale=o.scale, soft_cap=o.soft_cap, logit_bias=o.logit_bias, valid_vocab=o.valid_vocab
+    )
     x = np.array(x)
     numbers = [per_row(f32(v), rows) for v in (o.repetition, o.presence, o.frequency)]
     for i in range(rows):
@@ -157,7 +158,7 @@ def best_tokens(log_probs, num):
     for i, row in enumerate(log_probs):
         if not np.isnan(row).any():
             order = [v for v in descending(row) if row[v] > -np.inf][:num]
-            tokens[i, :len(order)], values[i, :len(order)] = order, row[order]
+            tokens[i, : len(order)], values[i, : len(order)] = order, row[order]
     return tokens, values
 
 

@@ -70,9 +70,15 @@ def processors_of(options: Options, vocab: int, rows=ROWS, counts=None) -> gumbe
     return gumbeljax.Processors(
         bias_tokens=padded([[t for t, _ in row] for row in sparse]),
         bias_values=np.array([[*(v for _, v in row), *[0.0] * (LISTED - len(row))] for row in sparse], np.float32),
-        repetition_penalty=per_row(o.repetition), presence_penalty=per_row(o.presence), frequency_penalty=per_row(o.frequency),
-        counts=counts, allowed_tokens=padded(o.allowed or [range(vocab)] * rows, vocab), banned_tokens=padded(o.banned or none),
-        end_tokens=padded(o.end_tokens or none), min_new_tokens=np.broadcast_to(o.min_new, (rows,)).astype(np.int32))
+        repetition_penalty=per_row(o.repetition),
+        presence_penalty=per_row(o.presence),
+        frequency_penalty=per_row(o.frequency),
+        counts=counts,
+        allowed_tokens=padded(o.allowed or [range(vocab)] * rows, vocab),
+        banned_tokens=padded(o.banned or none),
+        end_tokens=padded(o.end_tokens or none),
+        min_new_tokens=np.broadcast_to(o.min_new, (rows,)).astype(np.int32),
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("static", "num"))
@@ -81,10 +87,14 @@ def answers(logits, keys, arguments, static=(), num=5) -> Answers:
     h, w = logits_head(logits)
     options = arguments | dict(static)
     out = gumbeljax.sample_with_log_probs(h, w, keys, **options)
-    return Answers(out, gumbeljax.kept_tokens(h, w, **options), gumbeljax.processed_log_probs(h, w, **options),
-                   gumbeljax.top_log_probs(h, w, min(num, w.shape[0]), tokens=out.token, **options),
-                   gumbeljax.log_prob(h, w, out.token, **options),
-                   gumbeljax.sample(h, w, keys, num_samples=min(num, w.shape[0]), replace=False, **options))
+    return Answers(
+        out,
+        gumbeljax.kept_tokens(h, w, **options),
+        gumbeljax.processed_log_probs(h, w, **options),
+        gumbeljax.top_log_probs(h, w, min(num, w.shape[0]), tokens=out.token, **options),
+        gumbeljax.log_prob(h, w, out.token, **options),
+        gumbeljax.sample(h, w, keys, num_samples=min(num, w.shape[0]), replace=False, **options),
+    )
 
 
 # Gates
@@ -153,16 +163,24 @@ def assert_top(top, log_probs, logits, token):
 
 KINDS = ("grid", "flat", "both zeros", "normal", "peaked", "far apart", "two values")
 TEMPERATURES = st.one_of(st.sampled_from([0.0, 0.5, 1.0, 2.0, 1e-3, 100.0, 1e-30]), st.floats(0.125, 4.0, width=32))
-MASSES = st.one_of(st.sampled_from([0.0, 1e-12, 1e-8, 1e-3, 0.5, 0.9, 1 - 1e-6, 1 - 2.0**-24, 1.0]), st.floats(0.0, 1.0, width=32, allow_subnormal=False))
+MASSES = st.one_of(
+    st.sampled_from([0.0, 1e-12, 1e-8, 1e-3, 0.5, 0.9, 1 - 1e-6, 1 - 2.0**-24, 1.0]),
+    st.floats(0.0, 1.0, width=32, allow_subnormal=False),
+)
 SHARES = st.one_of(st.sampled_from([0.0, 1e-30, 1e-8, 0.05, 0.5, 1.0]), st.floats(0.0, 1.0, width=32, allow_subnormal=False))
 
 
 def row_of(kind, vocab, rng, exact=True):
     """One row of finite float32 logits."""
-    x = {"grid": lambda: rng.integers(-16, 17, vocab) / 4, "flat": lambda: np.full(vocab, 1.5),
-         "both zeros": lambda: np.where(rng.random(vocab) < 0.5, 0.0, -0.0),
-         "normal": lambda: rng.normal(size=vocab) * 2, "peaked": lambda: np.where(rng.random(vocab) < 0.1, 8.0, -8.0),
-         "far apart": lambda: rng.permutation(vocab) * 64.0, "two values": lambda: rng.integers(0, 2, vocab) * 1.0}[kind]()
+    x = {
+        "grid": lambda: rng.integers(-16, 17, vocab) / 4,
+        "flat": lambda: np.full(vocab, 1.5),
+        "both zeros": lambda: np.where(rng.random(vocab) < 0.5, 0.0, -0.0),
+        "normal": lambda: rng.normal(size=vocab) * 2,
+        "peaked": lambda: np.where(rng.random(vocab) < 0.1, 8.0, -8.0),
+        "far apart": lambda: rng.permutation(vocab) * 64.0,
+        "two values": lambda: rng.integers(0, 2, vocab) * 1.0,
+    }[kind]()
     return (np.round(x * 8) / 8 if exact and kind == "normal" else x).astype(np.float32)
 
 
@@ -193,15 +211,25 @@ def processor_cases(draw, vocab, exact=True, rows=ROWS):
     eighths = lambda *shape: (rng.integers(-16, 17, shape) / 8).astype(np.float32)  # noqa: E731
     number = lambda *choices: rng.choice(choices, rows) if exact else rng.uniform(min(choices), max(choices), rows)  # noqa: E731
     padded_head = on() and vocab > 40  # together with scale: each pair of static options is a compilation
-    values = {"scale": 0.5 if padded_head else None, "valid_vocab": vocab - 3 if padded_head else None,
-              "sparse_bias": [[(t, float(eighths())) for t in row] for row in lists()] if on() else None,
-              "logit_bias": eighths(rows, vocab) if on() else None,
-              "mask": rng.random((rows, vocab)) < draw(st.sampled_from([0.05, 0.5, 0.95])) if on() else None,
-              "banned": lists() if on() else None, "end_tokens": lists(2) if on() else None,
-              "min_new": rng.integers(0, 5, rows), "allowed": lists(vocab) if on() else None,
-              "prompt": lists(), "output": [t + t[:1] * 2 for t in lists(LISTED - 2)]}
+    values = {
+        "scale": 0.5 if padded_head else None,
+        "valid_vocab": vocab - 3 if padded_head else None,
+        "sparse_bias": [[(t, float(eighths())) for t in row] for row in lists()] if on() else None,
+        "logit_bias": eighths(rows, vocab) if on() else None,
+        "mask": rng.random((rows, vocab)) < draw(st.sampled_from([0.05, 0.5, 0.95])) if on() else None,
+        "banned": lists() if on() else None,
+        "end_tokens": lists(2) if on() else None,
+        "min_new": rng.integers(0, 5, rows),
+        "allowed": lists(vocab) if on() else None,
+        "prompt": lists(),
+        "output": [t + t[:1] * 2 for t in lists(LISTED - 2)],
+    }
     if on():
-        values |= {"repetition": number(0.5, 1, 2, 4), "presence": number(-0.5, 0, 0.5, 1.25), "frequency": number(-0.25, 0, 0.5)}
+        values |= {
+            "repetition": number(0.5, 1, 2, 4),
+            "presence": number(-0.5, 0, 0.5, 1.25),
+            "frequency": number(-0.25, 0, 0.5),
+        }
     if (real := values["valid_vocab"]) is not None:
         keep = lambda rows: rows and [[t for t in row if (t if isinstance(t, int) else t[0]) < real] for row in rows]  # noqa: E731
         values |= {name: keep(values[name]) for name in ("sparse_bias", "banned", "end_tokens", "allowed")}

@@ -46,7 +46,8 @@ def triton_draw(h, w, keys, *, tiles=None, **options) -> Draw:
 @functools.partial(jax.jit, static_argnames="valid_vocab")
 def by_head(logits, keys, t, *, logit_bias=None, mask=None, valid_vocab=None, **more):
     h, w, bias = biased_head(logits, logit_bias)
-    out = gumbeljax.sample_with_log_probs(h, w, keys, temperature=t, logit_bias=bias, mask=mask, valid_vocab=valid_vocab, **more)
+    out = gumbeljax.sample_with_log_probs(h, w, keys, temperature=t, logit_bias=bias, mask=mask, valid_vocab=valid_vocab,
+                                          **more)
     return out.token, out.tempered_log_prob
 
 

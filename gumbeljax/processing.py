@@ -67,7 +67,8 @@ def count_tokens(prompt: ArrayLike, vocab: int, *, lengths: ArrayLike | None = N
     """
     prompt = token_lists(prompt, "prompt", None, vocab)
     if lengths is not None:
-        prompt = jnp.where(jnp.arange(prompt.shape[-1]) < jnp.asarray(lengths)[..., None], prompt, -1)
+        with jax.numpy_rank_promotion("allow"):
+            prompt = jnp.where(jnp.arange(prompt.shape[-1]) < jnp.asarray(lengths)[..., None], prompt, -1)
     seen = occurrences(prompt, (*prompt.shape[:-1], vocab))
     return TokenCounts(seen > 0, jnp.zeros_like(seen))
 

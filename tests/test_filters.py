@@ -65,7 +65,7 @@ def test_off_is_the_unfiltered_draw(off):
     h, w = heads.exact_head(500, 32, 16)
     keys, _ = heads.keys_of(0, 16)
     want = gumbeljax.sample_with_log_probs(h, w, keys)
-    traced = {name: jnp.full(16, v) for name, v in off.items() if v is not None}
+    traced = knobs.filters_of(Options(**{name: v for name, v in off.items() if v is not None}), 16)
     for options in (off, traced):
         got = gumbeljax.sample_with_log_probs(h, w, keys, **options)
         np.testing.assert_array_equal(got.token, want.token)
@@ -103,6 +103,13 @@ def tier_case(vocab):
     return names, np.stack(logits).astype(np.float32), Options(t, np.array(k), np.array(p), np.array(m))
 
 
+@jax.jit
+def together(logits, keys, filters):
+    """(kept set, draw)"""
+    h, w = knobs.logits_head(logits)
+    return gumbeljax.kept_tokens(h, w, **filters), gumbeljax.sample_with_log_probs(h, w, keys, **filters)
+
+
 @pytest.mark.parametrize("vocab", [2049, 33_000])
 def test_every_path_finds_the_same_set(vocab):
     """Alone, a row takes the path that it needs; beside the others it takes the longest. Set, token and log-probs do not
@@ -110,12 +117,6 @@ def test_every_path_finds_the_same_set(vocab):
     names, logits, options = tier_case(vocab)
     rows = len(names)
     keys, words = heads.keys_of(0, rows)
-
-    @jax.jit
-    def together(logits, keys, filters):
-        h, w = knobs.logits_head(logits)
-        return gumbeljax.kept_tokens(h, w, **filters), gumbeljax.sample_with_log_probs(h, w, keys, **filters)
-
     filters = knobs.filters_of(options, rows)
     kept, out = together(logits, keys, filters)
     knobs.assert_kept(np.asarray(kept), logits.astype(np.float64), options)
@@ -159,13 +160,18 @@ def test_a_neighbour_changes_no_bit():
             np.testing.assert_array_equal(a, b, name)
 
 
-def test_batch_size_and_slot_change_no_set():
+def test_batch_size_slot_and_vmap_change_nothing():
+    """Under vmap a row's choice of path is its own."""
     names, logits, options = tier_case(2049)
-    filters = knobs.filters_of(options, len(names))
-    ask = lambda i: gumbeljax.kept_tokens(*knobs.logits_head(logits[i]), **{n: x[i] for n, x in filters.items()})  # noqa: E731
-    whole = np.asarray(ask(np.arange(len(names))))
-    for i in (np.arange(len(names))[::-1], np.array([7])):
-        np.testing.assert_array_equal(ask(i), whole[i])
+    everything = logits, heads.keys_of(0, len(names))[0], knobs.filters_of(options, len(names))
+    kept, out = together(*everything)
+    backwards = jax.tree.map(lambda x: x[::-1], everything)
+    np.testing.assert_array_equal(together(*backwards)[0], kept[::-1])
+    np.testing.assert_array_equal(together(*backwards)[1].token, out.token[::-1])
+    few = jax.tree.map(lambda x: x[5:8], everything)
+    np.testing.assert_array_equal(together(*few)[0], kept[5:8])
+    one = lambda x, key, filters: gumbeljax.sample_logits(x, key, **filters)  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(jax.vmap(one))(*few), out.token[5:8])
 
 
 # The search itself
@@ -293,18 +299,6 @@ def test_the_categorical_law_on_the_kept_set():
             *knobs.logits_head(logits), jax.random.key(1), method="categorical", mode=mode, **filters
         )
         np.testing.assert_array_equal(out.token, jax.random.categorical(jax.random.key(1), scaled, mode=mode))
-
-
-def test_vmap_is_the_batch_where_candidates_are_searched():
-    """Under vmap a row's choice of path is its own."""
-    names, logits, options = tier_case(2049)
-    logits, rows = logits[:6], 6
-    filters = {n: x[:6] for n, x in knobs.filters_of(options, len(names)).items()}
-    keys, _ = heads.keys_of(0, rows)
-    one = lambda x, key, filters: gumbeljax.sample_logits(x, key, **filters)  # noqa: E731
-    np.testing.assert_array_equal(
-        jax.jit(jax.vmap(one))(logits, keys, filters), gumbeljax.sample_logits(logits, keys, **filters)
-    )
 
 
 # Without replacement, gradients, traces

@@ -234,6 +234,22 @@ def test_a_packed_mask_is_the_mask(vocab, dtype):
     np.testing.assert_array_equal(gumbeljax.kept_tokens(h, w, mask=packed[0]), allowed[:1].repeat(3, 0))
 
 
+def test_users_may_forbid_rank_promotion():
+    h, w = heads.exact_head(70, 16, 3)
+    with jax.numpy_rank_promotion("raise"):
+        counts = count_tokens([[1, 2], [3, 4], [5, 6]], 70, lengths=jnp.array([2, 1, 0])).add(jnp.arange(3))
+        processors = knobs.processors_of(Options(repetition=2.0, frequency=0.5, end_tokens=[[1]] * 3, min_new=2), 70, 3, counts)
+        options = {
+            "processors": processors,
+            "mask": np.full((3, 3), -1, np.int32),
+            **knobs.filters_of(Options(0.5, 5, 0.9, 0.1), 3),
+        }
+        tokens = gumbeljax.sample(h, w, jax.random.key(0), **options)
+        kept = np.asarray(gumbeljax.kept_tokens(h, w, **options))
+        assert gumbeljax.top_log_probs(h, w, 3, tokens=tokens, **options).rank.min() > 0
+    assert kept[np.arange(3), tokens].all() and counts.in_prompt.sum(1).tolist() == [2, 1, 0]
+
+
 # Top-n log-probs and ranks
 
 

@@ -29,13 +29,13 @@ def ask(case: Case):
 # Every combination, per row
 
 
-@knobs.checked(max_examples=60)
+@knobs.checked(max_examples=40)
 @given(knobs.filter_cases([17, 100]))
 def test_every_answer_of_small_vocabularies(case):
     knobs.assert_answers(case, *ask(case))
 
 
-@knobs.checked(max_examples=25)
+@knobs.checked(max_examples=20)
 @given(knobs.filter_cases([2100]))
 def test_every_answer_where_candidates_are_searched_first(case):
     assert case.logits.shape[1] > 32 * search.CANDIDATES[0]
@@ -58,9 +58,7 @@ def test_filters_that_are_left_out_are_off(on):
     heads.assert_pathwise(tokens, np.where(kept, logits, -np.inf), words)
 
 
-@pytest.mark.parametrize(
-    "off", [{"top_k": None}, {"top_k": 0}, {"top_k": -1}, {"top_p": 1.0}, {"min_p": 0.0}, {"top_k": 2**30}], ids=str
-)
+@pytest.mark.parametrize("off", [{"top_k": None}, {"top_k": 0}, {"top_k": -1}, {"top_p": 1.0}, {"min_p": 0.0}], ids=str)
 def test_off_is_the_unfiltered_draw(off):
     h, w = heads.exact_head(500, 32, 16)
     keys, _ = heads.keys_of(0, 16)
@@ -223,17 +221,15 @@ def test_all_masked_and_bad_rows_keep_nothing():
 
 def test_traced_bad_numbers_mark_their_row():
     h, w = heads.exact_head(100, 16, 6)
-    bad = {
-        "top_p": jnp.array([0.5, -0.1, 1.1, jnp.nan, jnp.inf, 0.0]),
-        "min_p": jnp.array([0.5, -0.1, 1.1, jnp.nan, jnp.inf, 0.0]),
-    }
-    for name, x in bad.items():
-        tokens = jax.jit(lambda x, name=name: gumbeljax.sample(h, w, jax.random.key(0), **{name: x}))(x)
-        np.testing.assert_array_equal(tokens == -1, [False, True, True, True, True, False])
+    off = knobs.filters_of(Options(), 6)
+    draw = jax.jit(lambda filters: gumbeljax.sample(h, w, jax.random.key(0), **filters))
+    shares = jnp.array([0.5, -0.1, 1.1, jnp.nan, jnp.inf, 0.0])
+    for name in ("top_p", "min_p"):
+        np.testing.assert_array_equal(draw(off | {name: shares}) == -1, [False, True, True, True, True, False])
         with pytest.raises(ValueError, match=rf"^{name} must be between 0 and 1"):
-            gumbeljax.sample(h, w, jax.random.key(0), **{name: np.asarray(x)})
-    tokens = jax.jit(lambda k: gumbeljax.sample(h, w, jax.random.key(0), top_k=k))(jnp.array([1, -1, 0, -2, -(2**31), 5]))
-    np.testing.assert_array_equal(tokens == -1, [False, False, False, True, True, False])
+            gumbeljax.sample(h, w, jax.random.key(0), **{name: np.asarray(shares)})
+    counts = jnp.array([1, -1, 0, -2, -(2**31), 5])
+    np.testing.assert_array_equal(draw(off | {"top_k": counts}) == -1, [False, False, False, True, True, False])
     for k in (-2, np.array([1, 1, 1, 1, 1, -5])):
         with pytest.raises(ValueError, match=r"^top_k must be at least -1"):
             gumbeljax.sample(h, w, jax.random.key(0), top_k=k)
@@ -294,11 +290,9 @@ def test_the_categorical_law_on_the_kept_set():
     filters = knobs.filters_of(options._replace(temperature=t), rows)
     kept = oracle.laws(logits, options._replace(temperature=t)).kept
     scaled = jnp.where(kept, jnp.asarray(logits) / jnp.asarray(t, jnp.float32)[:, None], -jnp.inf)
-    for mode in (None, "high"):
-        out = gumbeljax.sample_with_log_probs(
-            *knobs.logits_head(logits), jax.random.key(1), method="categorical", mode=mode, **filters
-        )
-        np.testing.assert_array_equal(out.token, jax.random.categorical(jax.random.key(1), scaled, mode=mode))
+    key = jax.random.key(1)
+    tokens = gumbeljax.sample(*knobs.logits_head(logits), key, method="categorical", mode="high", **filters)
+    np.testing.assert_array_equal(tokens, jax.random.categorical(key, scaled, mode="high"))
 
 
 # Without replacement, gradients, traces

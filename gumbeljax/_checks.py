@@ -156,7 +156,8 @@ def unpacked_bits(x, name: str, batch_shape: tuple[int, ...], width: int) -> Arr
     if x.shape not in ((words,), (*batch_shape, words)):
         raise ValueError(f"{name} of packed bits must be {[words]} or {[*batch_shape, words]}, one bit for each of the {width} "
                          f"tokens of w; got {list(x.shape)}: pad it to {words} words.")
-    bits = (x[..., None] >> jnp.arange(32, dtype=x.dtype)) & 1
+    with jax.numpy_rank_promotion("allow"):
+        bits = (x[..., None] >> jnp.arange(32, dtype=x.dtype)) & 1
     bits = (bits != 0).reshape(*x.shape[:-1], 32 * words)[..., :width]
     return bits if x.ndim == 1 else bits.reshape(-1, width)
 

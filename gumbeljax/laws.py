@@ -67,7 +67,8 @@ def processed_log_probs(h: ArrayLike, w: ArrayLike, *, vocab_axis: int = 0, **op
     operands, config, batch_shape = prepare(h, w, vocab_axis=vocab_axis, **options)
     with plain_broadcasting():
         out = log_probs(operands, config=config)
-    return _over_vocabulary(out, h, w, batch_shape, vocab_axis, -jnp.inf)
+    out = _over_vocabulary(out, h, w, batch_shape, vocab_axis, -jnp.inf)
+    return jnp.where(jnp.isnan(out[..., :1]), jnp.nan, out)  # padding too
 
 
 def kept_tokens(h: ArrayLike, w: ArrayLike, *, vocab_axis: int = 0, **options) -> Array:
@@ -136,11 +137,12 @@ def top_log_probs(h: ArrayLike, w: ArrayLike, num: int, *, tokens: ArrayLike | N
 def _top(operands: Operands, tokens, *, config: Config, num: int):
     law = log_probs(operands, config=config)
     vocab, rows = law.shape
-    grouped = xla.pad_to_group(law).reshape(-1, noise.GROUP, rows)
+    num_groups = -(-vocab // noise.GROUP)
+    grouped = xla.pad_to_group(law).reshape(num_groups, noise.GROUP, rows)
     # The best tokens lie in the groups with the largest maxima; these in order of id, so that equals are taken lowest first.
-    groups = jnp.sort(lax.top_k(jnp.max(grouped, axis=1).T, min(num, grouped.shape[0]))[1], axis=1).T
-    candidates = jnp.take_along_axis(grouped, groups[:, None], axis=0).reshape(-1, rows)
-    ids = (noise.GROUP * groups[:, None] + jnp.arange(noise.GROUP, dtype=jnp.int32)[:, None]).reshape(-1, rows)
+    groups = jnp.sort(lax.top_k(jnp.max(grouped, axis=1).T, min(num, num_groups))[1], axis=1).T
+    candidates = jnp.take_along_axis(grouped, groups[:, None], axis=0).reshape(noise.GROUP * len(groups), rows)
+    ids = (noise.GROUP * groups[:, None] + jnp.arange(noise.GROUP, dtype=jnp.int32)[:, None]).reshape(candidates.shape)
     values, where = lax.top_k(candidates.T, num)
     best = jnp.take_along_axis(ids.T, where, axis=1)
     ok = values > -jnp.inf

@@ -44,7 +44,8 @@ def occurrences(tokens: ArrayLike, shape: tuple[int, ...]) -> Array:
     if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.shape[:len(batch)] != tuple(batch) or tokens.ndim > len(shape):
         raise ValueError(f"tokens must be integers of shape {batch} or {[*batch, 'n']}; got {tokens.dtype}"
                          f"{list(tokens.shape)}: give every row its own.")
-    flat = jnp.where((tokens >= 0) & (tokens < vocab), tokens, vocab).reshape(int(np.prod(batch)), -1)
+    of_each_row = tokens.shape[-1] if tokens.ndim == len(shape) else 1
+    flat = jnp.where((tokens >= 0) & (tokens < vocab), tokens, vocab).reshape(int(np.prod(batch)), of_each_row)
     one_row = lambda ids: jnp.zeros(vocab, jnp.int32).at[ids].add(1, mode="drop")  # noqa: E731
     return jax.vmap(one_row)(flat).reshape(shape)
 
@@ -66,7 +67,8 @@ def count_tokens(prompt: ArrayLike, vocab: int, *, lengths: ArrayLike | None = N
     """
     prompt = token_lists(prompt, "prompt", None, vocab)
     if lengths is not None:
-        prompt = jnp.where(jnp.arange(prompt.shape[-1]) < jnp.asarray(lengths)[..., None], prompt, -1)
+        with jax.numpy_rank_promotion("allow"):
+            prompt = jnp.where(jnp.arange(prompt.shape[-1]) < jnp.asarray(lengths)[..., None], prompt, -1)
     seen = occurrences(prompt, (*prompt.shape[:-1], vocab))
     return TokenCounts(seen > 0, jnp.zeros_like(seen))
 
@@ -171,6 +173,8 @@ def number(x: ArrayLike | None, name: str, batch_shape: tuple[int, ...], is_good
 
 def filters(top_k, top_p, min_p, batch_shape: tuple[int, ...]) -> tuple[Filters | None, Array | bool]:
     """(Filters or None if all are off, where they are good). Numbers (not arrays) that are off leave nothing to compile."""
+    if isinstance(top_k, np.ndarray | np.generic) and top_k.dtype in (np.int64, np.uint64):
+        top_k = np.minimum(top_k, 2**31 - 1)  # jax would wrap it around
     kind = None if top_k is None else _checks.as_array(top_k, "top_k").dtype
     if kind is not None and not jnp.issubdtype(kind, jnp.integer):
         raise TypeError(f"top_k must be an integer or integers; got {kind}: round it.")

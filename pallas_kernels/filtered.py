@@ -20,7 +20,7 @@ def all_logits(h, w, options: Elementwise, *, vocab, vocab_axis=0, precision=Non
 def picked(values, tokens):
     """Entries of values `[vocab, rows]` at tokens `[rows]` or `[n, rows]`; the ids are clipped."""
     ids = jnp.clip(tokens, 0, values.shape[0] - 1)
-    return jnp.take_along_axis(values, ids.reshape(-1, ids.shape[-1]), axis=0).reshape(ids.shape)
+    return jnp.take_along_axis(values, ids if ids.ndim == 2 else ids[None], axis=0).reshape(ids.shape)
 
 
 def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, vocab, num_samples=None, replace=True, vocab_axis=0,

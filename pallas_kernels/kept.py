@@ -146,13 +146,13 @@ def end_between(keys, ids, mass: Mass, target: Mass, low, high, above: Mass, voc
 def grouped(a, empty):
     """`[vocab, rows]` as `[groups, 16, rows]`, the last group filled up."""
     a = jnp.pad(a, ((0, -a.shape[0] % noise.GROUP), (0, 0)), constant_values=empty)
-    return a.reshape(-1, noise.GROUP, a.shape[1])
+    return a.reshape(a.shape[0] // noise.GROUP, noise.GROUP, a.shape[1])
 
 
 def members(groups, vocab: int):
     """(ids of the tokens of the groups `[rows, n]`, a function that picks them out of `[vocab, rows]`), `[rows, 16 n]`."""
     ids = noise.GROUP * groups[:, :, None] + jnp.arange(noise.GROUP, dtype=jnp.int32)
-    ids = ids.reshape(groups.shape[0], -1)
+    ids = ids.reshape(groups.shape[0], noise.GROUP * groups.shape[1])
 
     def pick(a, empty):
         return jnp.where(ids < vocab, jnp.take_along_axis(a, jnp.minimum(ids, vocab - 1).T, axis=0).T, empty)

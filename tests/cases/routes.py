@@ -2,7 +2,8 @@
 
 A route takes logits `[rows, vocab]` (anything float: -inf, NaN and +inf too), keys `[rows]`, temperatures `[rows]` and the
 options of `sample`, and returns (tokens, tempered log-probs or None). Where a head is needed the logits go in as a bias
-per row over a table of zeros, which is exact for any value and keeps the rows apart.
+per row over a table of zeros, which is exact for any value and keeps the rows apart. Filters and processors are traced, and
+every array of them has an axis of rows; filters may be scalars.
 """
 
 import functools
@@ -43,16 +44,17 @@ def triton_draw(h, w, keys, *, tiles=None, **options) -> Draw:
 
 
 @functools.partial(jax.jit, static_argnames="valid_vocab")
-def by_head(logits, keys, t, *, logit_bias=None, mask=None, valid_vocab=None):
+def by_head(logits, keys, t, *, logit_bias=None, mask=None, valid_vocab=None, **more):
     h, w, bias = biased_head(logits, logit_bias)
-    out = gumbeljax.sample_with_log_probs(h, w, keys, temperature=t, logit_bias=bias, mask=mask, valid_vocab=valid_vocab)
+    out = gumbeljax.sample_with_log_probs(h, w, keys, temperature=t, logit_bias=bias, mask=mask, valid_vocab=valid_vocab,
+                                          **more)
     return out.token, out.tempered_log_prob
 
 
 @functools.partial(jax.jit, static_argnames="valid_vocab")
-def by_triton(logits, keys, t, *, logit_bias=None, mask=None, valid_vocab=None):
+def by_triton(logits, keys, t, *, logit_bias=None, mask=None, valid_vocab=None, processors=None):
     h, w, bias = biased_head(logits, logit_bias)
-    out = triton_draw(h, w, keys, temperature=t, logit_bias=bias, mask=mask, valid_vocab=valid_vocab)
+    out = triton_draw(h, w, keys, temperature=t, logit_bias=bias, mask=mask, valid_vocab=valid_vocab, processors=processors)
     return out.token, out.tempered_log_prob
 
 
@@ -62,10 +64,10 @@ def by_logits(logits, keys, t, **options):
 
 
 @functools.partial(jax.jit, static_argnames="valid_vocab")
-def by_categorical(logits, keys, t, *, logit_bias=None, mask=None, valid_vocab=None):
+def by_categorical(logits, keys, t, *, logit_bias=None, mask=None, valid_vocab=None, **more):
     h, w, bias = biased_head(logits, logit_bias)
     out = gumbeljax.sample_with_log_probs(h, w, keys, temperature=t, logit_bias=bias, mask=mask, valid_vocab=valid_vocab,
-                                          method="categorical")
+                                          method="categorical", **more)
     return out.token, out.tempered_log_prob
 
 
@@ -81,29 +83,35 @@ def by_distinct(logits, keys, t, **options):
     return gumbeljax.sample_logits(logits, keys, temperature=t, num_samples=1, replace=False, **options)[:, 0], None
 
 
+def of_rows(options, rows):
+    """Options with an axis of rows everywhere, to map over."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *jnp.shape(x)[1:])), options)
+
+
 @functools.partial(jax.jit, static_argnames="valid_vocab")
-def by_vmap(logits, keys, t, *, logit_bias=None, mask=None, valid_vocab=None):
+def by_vmap(logits, keys, t, *, logit_bias=None, mask=None, valid_vocab=None, **more):
     """One row at a time under vmap."""
-    def one(l, key, t, mask):
-        return gumbeljax.sample_logits(l, key, temperature=t, mask=mask, valid_vocab=valid_vocab)
+    def one(l, key, t, mask, more):
+        return gumbeljax.sample_logits(l, key, temperature=t, mask=mask, valid_vocab=valid_vocab, **more)
 
     logits = logits if logit_bias is None else logits + logit_bias
     mask = jnp.ones(logits.shape, bool) if mask is None else jnp.broadcast_to(mask, logits.shape)
-    return jax.vmap(one)(logits, keys, t, mask), None
+    return jax.vmap(one)(logits, keys, t, mask, of_rows(more, logits.shape[0])), None
 
 
 @functools.partial(jax.jit, static_argnames="valid_vocab")
-def by_scan(logits, keys, t, *, logit_bias=None, mask=None, valid_vocab=None):
+def by_scan(logits, keys, t, *, logit_bias=None, mask=None, valid_vocab=None, **more):
     """One row at a time in a scan whose carry holds the last token."""
     logits = logits if logit_bias is None else logits + logit_bias
     mask = jnp.ones(logits.shape, bool) if mask is None else jnp.broadcast_to(mask, logits.shape)
 
     def step(carry, row):
-        l, key, t, mask = row
-        token = gumbeljax.sample_logits(l, key, temperature=t, mask=mask, valid_vocab=valid_vocab)
+        l, key, t, mask, more = row
+        token = gumbeljax.sample_logits(l, key, temperature=t, mask=mask, valid_vocab=valid_vocab, **more)
         return token, token
 
-    return jax.lax.scan(step, jnp.int32(0), (logits, keys, t, mask))[1], None
+    rows = logits, keys, t, mask, of_rows(more, logits.shape[0])
+    return jax.lax.scan(step, jnp.int32(0), rows)[1], None
 
 
 @functools.partial(jax.jit, static_argnames="valid_vocab")
@@ -124,6 +132,7 @@ def routes(*chosen):
 
 
 SAME_TOKEN = (by_head, by_triton, by_logits, by_several, by_distinct, by_vmap, by_scan)  # bit for bit one draw
+FILTERED = (by_head, by_logits, by_several, by_distinct, by_vmap, by_scan, by_categorical)  # the routes that filter
 ALL = (by_head, by_triton, by_logits, by_distinct, by_scan, by_reference, by_categorical)
 
 

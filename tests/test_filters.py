@@ -1,0 +1,425 @@
+"""top_k, top_p and min_p against sorts in float64, on every path of the search, and wrong filters that must be seen."""
+
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+
+import gumbeljax
+from pallas_kernels import kept as search
+from tests import filter_oracle as oracle
+from tests import heads, knobs, oracles, statistics
+from tests.filter_oracle import Options
+from tests.knobs import Case
+
+FILTERS = ("top_k", "top_p", "min_p")
+
+
+def ask(case: Case):
+    """(answers, words) of a case of filters alone."""
+    keys, words = heads.keys_of(case.seed, len(case.logits))
+    return knobs.answers(case.logits, keys, knobs.filters_of(case.options, len(case.logits))), words
+
+
+# Every combination, per row
+
+
+@knobs.checked(max_examples=40)
+@given(knobs.filter_cases([17, 100]))
+def test_every_answer_of_small_vocabularies(case):
+    knobs.assert_answers(case, *ask(case))
+
+
+@knobs.checked(max_examples=20)
+@given(knobs.filter_cases([2100]))
+def test_every_answer_where_candidates_are_searched_first(case):
+    assert case.logits.shape[1] > 32 * search.CANDIDATES[0]
+    knobs.assert_answers(case, *ask(case))
+
+
+@pytest.mark.parametrize("on", [c for n in range(4) for c in itertools.combinations(FILTERS, n)], ids="+".join)
+def test_filters_that_are_left_out_are_off(on):
+    """An argument that is absent compiles to nothing; scalars serve all rows."""
+    rng = np.random.default_rng(0)
+    logits = np.stack([knobs.row_of(kind, 100, rng) for kind in ("grid", "normal", "flat", "both zeros")])
+    values = {name: v for name, v in {"top_k": 7, "top_p": 0.6, "min_p": 0.3}.items() if name in on}
+    h, w = knobs.logits_head(logits)
+    keys, words = heads.keys_of(1, 4)
+    tokens = gumbeljax.sample(h, w, keys, **values)
+    got, _ = ask(Case(logits, Options(**values), seed=1))  # all filters there, per row
+    kept = np.asarray(got.kept)
+    knobs.assert_kept(kept, logits.astype(np.float64), Options(**values))
+    np.testing.assert_array_equal(tokens, got.draw.token)
+    heads.assert_pathwise(tokens, np.where(kept, logits, -np.inf), words)
+
+
+@pytest.mark.parametrize("off", [{"top_k": None}, {"top_k": 0}, {"top_k": -1}, {"top_p": 1.0}, {"min_p": 0.0}], ids=str)
+def test_off_is_the_unfiltered_draw(off):
+    h, w = heads.exact_head(500, 32, 16)
+    keys, _ = heads.keys_of(0, 16)
+    want = gumbeljax.sample_with_log_probs(h, w, keys)
+    traced = knobs.filters_of(Options(**{name: v for name, v in off.items() if v is not None}), 16)
+    for options in (off, traced):
+        got = gumbeljax.sample_with_log_probs(h, w, keys, **options)
+        np.testing.assert_array_equal(got.token, want.token)
+        np.testing.assert_allclose(got[1:], want[1:], atol=2e-5)
+
+
+# The paths of the search
+
+
+def tier_case(vocab):
+    """Rows whose kept sets fit the first candidates, need more of them, and need the whole vocabulary."""
+    rng = np.random.default_rng(vocab)
+    normal = np.round(rng.normal(size=vocab) * 16) / 8
+    peaked = np.where(rng.random(vocab) < 0.001, 12.0, 0.0)
+    rows = [
+        ("sharp", normal * 4, 0, 0.9, 0.0),
+        ("k 50", normal, 50, 1.0, 0.0),
+        ("k 50, p", normal, 50, 0.9, 0.0),
+        ("k 65", normal, 65, 1.0, 0.0),
+        ("k 1025, p", normal, 1025, 0.95, 0.0),
+        ("k V-1", normal, vocab - 1, 1.0, 0.0),
+        ("flat", normal * 0, 0, 0.9, 0.0),
+        ("tied", normal * 0, 100, 0.5, 0.0),
+        ("p 1-1e-6", normal, 0, 1 - 1e-6, 0.0),
+        ("p tiny", normal, 0, 1e-12, 0.0),
+        ("p 0", normal, 5, 0.0, 0.0),
+        ("m", normal, 0, 1.0, 0.05),
+        ("all", normal, 2000, 0.8, 0.1),
+        ("peaked", peaked, 0, 0.9, 0.0),
+        ("greedy", normal, 40, 0.9, 0.0),
+        ("signs of 0", np.where(rng.random(vocab) < 0.5, 0.0, -0.0), 70, 0.3, 0.0),
+    ]
+    names, logits, k, p, m = (list(a) for a in zip(*rows, strict=True))
+    t = np.where([n == "greedy" for n in names], 0.0, 1.0)
+    return names, np.stack(logits).astype(np.float32), Options(t, np.array(k), np.array(p), np.array(m))
+
+
+@jax.jit
+def together(logits, keys, filters):
+    """(kept set, draw)"""
+    h, w = knobs.logits_head(logits)
+    return gumbeljax.kept_tokens(h, w, **filters), gumbeljax.sample_with_log_probs(h, w, keys, **filters)
+
+
+@pytest.mark.parametrize("vocab", [2049, 33_000])
+def test_every_path_finds_the_same_set(vocab):
+    """Alone, a row takes the path that it needs; beside the others it takes the longest. Set, token and log-probs do not
+    change, and are the oracle's."""
+    names, logits, options = tier_case(vocab)
+    rows = len(names)
+    keys, words = heads.keys_of(0, rows)
+    filters = knobs.filters_of(options, rows)
+    kept, out = together(logits, keys, filters)
+    knobs.assert_kept(np.asarray(kept), logits.astype(np.float64), options)
+    heads.assert_pathwise(out.token, np.where(kept, logits, -np.inf), words, options.temperature)
+    for i in range(rows):
+        alone = jax.tree.map(lambda a, i=i: jnp.repeat(a[i : i + 1], rows, 0), (jnp.asarray(logits), keys, filters))
+        own_kept, own = together(*alone)
+        np.testing.assert_array_equal(own_kept[0], kept[i], names[i])
+        for a, b in zip(own, out, strict=True):
+            np.testing.assert_array_equal(a[0], b[i], names[i])
+
+
+def test_a_neighbour_changes_no_bit():
+    """Rows 1 to 3 become zeros, huge, NaN, masked; row 0 keeps token, log-probs and set (the path changes under it)."""
+    vocab = 2100
+    rng = np.random.default_rng(0)
+    row = (rng.normal(size=vocab) * 4).astype(np.float32)
+    keys, _ = heads.keys_of(0, 4)
+    others = {
+        "like it": row,
+        "zeros": 0 * row,
+        "huge": 1e4 * row,
+        "nan": np.nan * row,
+        "inf": np.where(row > 8, np.inf, row),
+        "masked": np.full(vocab, -np.inf),
+    }
+    options = knobs.filters_of(Options(0.8, [40, 0, 0, 0], 0.9, [0.01, 0, 0, 0]))
+
+    @jax.jit
+    def ask(bias):
+        h, w = jnp.zeros((4, 16)), jnp.zeros((vocab, 16))
+        return (
+            gumbeljax.sample_with_log_probs(h, w, keys, logit_bias=bias, **options),
+            gumbeljax.kept_tokens(h, w, logit_bias=bias, **options),
+        )
+
+    answers = {name: jax.tree.map(lambda a: np.asarray(a[0]), ask(np.stack([row, x, x, x]))) for name, x in others.items()}
+    for name, got in answers.items():
+        assert int(got[0].token) >= 0
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(answers["like it"]), strict=True):
+            np.testing.assert_array_equal(a, b, name)
+
+
+def test_batch_size_slot_and_vmap_change_nothing():
+    """Under vmap a row's choice of path is its own."""
+    names, logits, options = tier_case(2049)
+    everything = logits, heads.keys_of(0, len(names))[0], knobs.filters_of(options, len(names))
+    kept, out = together(*everything)
+    backwards = jax.tree.map(lambda x: x[::-1], everything)
+    np.testing.assert_array_equal(together(*backwards)[0], kept[::-1])
+    np.testing.assert_array_equal(together(*backwards)[1].token, out.token[::-1])
+    few = jax.tree.map(lambda x: x[5:8], everything)
+    np.testing.assert_array_equal(together(*few)[0], kept[5:8])
+    one = lambda x, key, filters: gumbeljax.sample_logits(x, key, **filters)  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(jax.vmap(one))(*few), out.token[5:8])
+
+
+# The search itself
+
+
+def test_keys_are_in_the_order_of_the_logits():
+    x = np.array([-np.inf, -3e38, -1.0, -1e-30, -0.0, 0.0, 1e-30, 1.0, 3e38, np.inf], np.float32)
+    keys = np.asarray(search.ordered_keys(x))
+    assert np.all(np.diff(keys)[np.arange(9) != 4] > 0) and keys[4] == keys[5]
+    assert search.ordered_keys(jnp.float32(np.nan)) < keys[0]
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 37, 64])
+def test_every_prefix_can_be_asked_for(vocab):
+    """top_k = 1, 2, ... V, as the rows of one call, on tied logits."""
+    logits = np.random.default_rng(vocab).integers(0, 3, vocab).astype(np.float32)
+    h, w = heads.pinned_head(logits, rows=vocab)
+    kept = np.asarray(gumbeljax.kept_tokens(h, w, top_k=np.arange(1, vocab + 1)))
+    for k in range(1, vocab + 1):
+        assert sorted(np.flatnonzero(kept[k - 1])) == sorted(oracle.descending(logits)[:k])
+
+
+def test_all_masked_and_bad_rows_keep_nothing():
+    logits = np.zeros((6, 50), np.float32)
+    logits[1], logits[2, 7], logits[3, 7], logits[4, [3, 9]] = -np.inf, np.nan, np.inf, np.inf
+    head = jnp.zeros((6, 16)), jnp.zeros((50, 16))
+
+    @jax.jit
+    def ask(t, filters):
+        options = filters | {"temperature": t, "logit_bias": logits}
+        return (
+            gumbeljax.sample(*head, jax.random.key(0), **options),
+            gumbeljax.kept_tokens(*head, **options),
+            gumbeljax.processed_log_probs(*head, **options),
+            gumbeljax.top_log_probs(*head, 3, tokens=jnp.zeros(6, jnp.int32), **options),
+        )
+
+    marked = np.array([False, True, True, True, True, False])
+    on, off = {"top_k": 5, "top_p": 0.5, "min_p": 0.5}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    for filters in (*(off | {name: on[name]} for name in on), on, off):
+        filters = {name: jnp.full(6, x) for name, x in filters.items()}
+        for t in (1.0, 0.0):
+            token, kept, log_probs, top = jax.tree.map(np.asarray, ask(t, filters))
+            np.testing.assert_array_equal(token == -1, marked)
+            np.testing.assert_array_equal(kept.any(1), ~marked)
+            np.testing.assert_array_equal(np.isnan(log_probs).all(1), marked)
+            assert (top.tokens[marked] == -1).all() and (top.rank[marked] == 0).all() and (top.rank[~marked] == 1).all()
+
+
+def test_traced_bad_numbers_mark_their_row():
+    h, w = heads.exact_head(100, 16, 6)
+    off = knobs.filters_of(Options(), 6)
+    draw = jax.jit(lambda filters: gumbeljax.sample(h, w, jax.random.key(0), **filters))
+    shares = jnp.array([0.5, -0.1, 1.1, jnp.nan, jnp.inf, 0.0])
+    for name in ("top_p", "min_p"):
+        np.testing.assert_array_equal(draw(off | {name: shares}) == -1, [False, True, True, True, True, False])
+        with pytest.raises(ValueError, match=rf"^{name} must be between 0 and 1"):
+            gumbeljax.sample(h, w, jax.random.key(0), **{name: np.asarray(shares)})
+    counts = jnp.array([1, -1, 0, -2, -(2**31), 5])
+    np.testing.assert_array_equal(draw(off | {"top_k": counts}) == -1, [False, False, False, True, True, False])
+    for k in (-2, np.array([1, 1, 1, 1, 1, -5])):
+        with pytest.raises(ValueError, match=r"^top_k must be at least -1"):
+            gumbeljax.sample(h, w, jax.random.key(0), top_k=k)
+    with pytest.raises(TypeError, match=r"^top_k must be an integer"):
+        gumbeljax.sample(h, w, jax.random.key(0), top_k=5.0)
+
+
+def test_a_wide_top_k_does_not_wrap():
+    h, w = heads.pinned_head(np.arange(10.0), rows=2)
+    for k in (np.full(2, 2**32 + 1), np.full(2, 2**31, np.uint32), np.full(2, 2**32 - 1, np.uint32), np.int64(2**40)):
+        assert np.asarray(gumbeljax.kept_tokens(h, w, top_k=k)).all(), k
+
+
+# The other ways to draw
+
+
+def several_case():
+    rows, vocab = 8, 100
+    rng = np.random.default_rng(4)
+    logits = np.stack([knobs.row_of(knobs.KINDS[i % len(knobs.KINDS)], vocab, rng) for i in range(rows)])
+    options = Options(
+        [0.0, 0.5, 1, 2, 1, 1, 1, 2],
+        [5, 0, 30, 0, 99, 1, 0, 7],
+        [1, 0.9, 0.79, 1, 0.5, 1, 0.99, 1],
+        [0, 0, 0, 0.05, 0, 0, 0.1, 0],
+    )
+    want = oracle.laws(logits, options)
+    return rows, logits, options, want, np.where(want.kept, want.logits, -np.inf)
+
+
+def test_several_tokens_equal_the_oracle():
+    rows, logits, options, want, in_set = several_case()
+    keys, words = heads.keys_of(2, rows)
+    out = gumbeljax.sample_with_log_probs(*knobs.logits_head(logits), keys, num_samples=6, **knobs.filters_of(options, rows))
+    np.testing.assert_array_equal(out.token, oracles.grouped_tokens(in_set, words, options.temperature, num_samples=6))
+    pick = lambda law: np.take_along_axis(law, np.asarray(out.token), -1)  # noqa: E731
+    for got, law in zip(out[1:4], (want.model, want.tempered, want.processed), strict=True):
+        knobs.assert_log_probs(got, pick(law), 5e-5)
+
+
+def test_distinct_tokens_equal_the_oracle():
+    rows, logits, options, want, in_set = several_case()
+    keys, words = heads.keys_of(2, rows)
+    out = gumbeljax.sample_with_log_probs(
+        *knobs.logits_head(logits), keys, num_samples=9, replace=False, **knobs.filters_of(options, rows)
+    )
+    token = np.asarray(out.token)
+    np.testing.assert_array_equal(token, oracles.grouped_without_replacement(in_set, words, 9, options.temperature))
+    pick = lambda law: np.where(token < 0, np.nan, np.take_along_axis(law, token, -1))  # noqa: E731
+    for got, law in zip(out[1:4], (want.model, want.tempered, want.processed), strict=True):
+        knobs.assert_log_probs(got, pick(law), 5e-5)
+
+
+def test_the_categorical_law_on_the_kept_set():
+    """Token for token `jax.random.categorical` on the kept logits."""
+    rows, logits, options, _, _ = several_case()
+    t = np.where(np.asarray(options.temperature) == 0, 1.0, options.temperature)
+    filters = knobs.filters_of(options._replace(temperature=t), rows)
+    kept = oracle.laws(logits, options._replace(temperature=t)).kept
+    scaled = jnp.where(kept, jnp.asarray(logits) / jnp.asarray(t, jnp.float32)[:, None], -jnp.inf)
+    key = jax.random.key(1)
+    tokens = gumbeljax.sample(*knobs.logits_head(logits), key, method="categorical", mode="high", **filters)
+    np.testing.assert_array_equal(tokens, jax.random.categorical(key, scaled, mode="high"))
+
+
+# Without replacement, gradients, traces
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 5}, {"top_p": 0.85}, {"min_p": 0.2}, {"top_k": 6, "top_p": 0.9, "min_p": 0.05}], ids=str
+)
+def test_without_replacement_is_plackett_luce_on_the_kept_set(options):
+    """Ordered triples by enumeration; 20 ids cross a group border."""
+    rows, logits = 60_000, np.random.default_rng(20).normal(size=20)
+    h, w = heads.pinned_head(logits, rows=rows)
+    filters = knobs.filters_of(Options(temperature=0.8, **options), rows)
+    draws = np.asarray(gumbeljax.sample(h, w, jax.random.key(0), num_samples=3, replace=False, **filters))
+    want = oracle.laws(np.asarray(w[:, 0])[None].astype(np.float64), Options(temperature=0.8, **options))
+    assert 3 < want.kept.sum() < 20
+    law = statistics.plackett_luce(np.exp(want.processed[0]), 3)
+    assert statistics.chi_square(*statistics.tuple_counts(draws, law)) > statistics.ALPHA
+
+
+def test_fewer_kept_tokens_than_samples():
+    h, w = heads.pinned_head(np.arange(40.0), rows=3)
+    draws = np.asarray(gumbeljax.sample(h, w, jax.random.key(0), num_samples=5, replace=False, top_k=jnp.array([1, 3, 5])))
+    assert [sorted(row.tolist()) for row in draws] == [[-1] * 4 + [39], [-1, -1, 37, 38, 39], [35, 36, 37, 38, 39]]
+    assert (draws[0] == [39, -1, -1, -1, -1]).all() and (draws[1, 3:] == -1).all()
+
+
+@jax.jit
+@functools.partial(jax.value_and_grad, argnums=(0, 1, 2, 3))
+def weighted_log_prob(h, w, bias, t, tokens, weights, mask, filters):
+    """Half by `log_prob`, half by `processed_log_probs`."""
+    options = {"temperature": t, "logit_bias": bias, "mask": mask, **filters}
+    whole = jnp.take_along_axis(gumbeljax.processed_log_probs(h, w, **options), tokens[:, None], 1)[:, 0]
+    return jnp.sum(weights * (gumbeljax.log_prob(h, w, tokens, **options) + whole)) / 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.8, "min_p": 0.02}], ids=str
+)
+def test_gradients_are_those_of_the_law_on_the_kept_set(options):
+    """Float64 finite differences of the oracle's law with the kept set held still, for h, w, bias and temperature."""
+    rows, vocab, d_model = 3, 60, 8
+    rng = np.random.default_rng(3)
+    h, w, bias, t = (
+        rng.normal(size=(rows, d_model)),
+        rng.normal(size=(vocab, d_model)),
+        rng.normal(size=vocab),
+        np.array([0.7, 1, 2]),
+    )
+    filters = knobs.filters_of(Options(**options), rows)
+    filters.pop("temperature")
+    arguments = tuple(np.asarray(x, np.float32).astype(np.float64) for x in (h, w, bias, t))
+    mask = rng.random(vocab) < 0.9
+    law = lambda h, w, bias, t: oracle.laws(h @ w.T, Options(t, logit_bias=bias, mask=mask, **options))  # noqa: E731
+    kept = law(*arguments).kept
+    tokens = np.array([rng.choice(np.flatnonzero(k)) for k in kept])
+    weights = np.array([1.0, -2.0, 0.5])
+
+    def still(h, w, bias, t):
+        x = np.where(kept, h @ w.T + bias, -np.inf)
+        z = x / t[:, None]
+        return np.sum(weights * (z - oracles.logsumexp(z)[:, None])[np.arange(rows), tokens])
+
+    small = tuple(jnp.asarray(x, jnp.float32) for x in arguments)
+    value, gradients = weighted_log_prob(*small, tokens, weights, mask, filters)
+    np.testing.assert_allclose(value, still(*arguments), rtol=1e-5)
+    for place, got in enumerate(gradients):
+        chex.assert_tree_all_finite(got)
+        want, step = np.zeros_like(arguments[place]), 1e-6
+        for i in np.ndindex(want.shape):
+            moved = [x.copy() for x in arguments], [x.copy() for x in arguments]
+            moved[0][place][i] += step
+            moved[1][place][i] -= step
+            want[i] = (still(*moved[0]) - still(*moved[1])) / (2 * step)
+        np.testing.assert_allclose(got, want, atol=2e-5)
+        assert np.abs(want).max() > 1e-2
+
+
+def test_log_prob_outside_the_kept_set():
+    h, w = heads.pinned_head([3.0, 2.0, 1.0, 0.0], rows=4)
+    got = gumbeljax.log_prob(h, w, jnp.arange(4), top_k=2)
+    np.testing.assert_allclose(got, [-0.3132617, -1.3132617, -np.inf, -np.inf], atol=1e-6)
+    got = gumbeljax.log_prob(h, w, jnp.array([-1, 4, 3, 0]), top_k=2)
+    assert np.isnan(got[:2]).all() and got[2] == -np.inf
+    grad = jax.grad(lambda w: gumbeljax.log_prob(h, w, jnp.zeros(4, jnp.int32), top_k=2).sum())(w)
+    assert (grad[2:] == 0).all() and (np.abs(grad[:2, 0]) > 0.1).all()
+
+
+def test_parameters_may_change_every_step_without_a_retrace():
+    vocab, rows = 2100, 4
+    h, w = heads.exact_head(vocab, 16, rows)
+    keys, words = heads.keys_of(0, rows)
+    logits = heads.exact_logits(h, w)
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(keys, filters):
+        return gumbeljax.sample(h, w, keys, **filters), gumbeljax.kept_tokens(h, w, **filters)
+
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        options = Options(
+            rng.choice([0, 0.5, 1, 2], rows),
+            rng.choice([0, 1, 50, 100, 2000, 2**30], rows),
+            rng.choice([0, 0.3, 0.9, 1], rows),
+            rng.choice([0, 0.1, 1], rows),
+        )
+        tokens, kept = step(keys, knobs.filters_of(options))
+        knobs.assert_kept(np.asarray(kept), logits.astype(np.float64), options)
+        heads.assert_pathwise(tokens, np.where(kept, logits, -np.inf), words, options.temperature)
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (2, 3), (0,)])
+def test_leading_shapes(batch):
+    def everything(h, w):
+        options = {"top_k": jnp.full(batch, 5), "top_p": 0.9, "min_p": jnp.zeros(batch)}
+        several = gumbeljax.sample(h, w, jax.random.key(0), num_samples=2, **options)
+        top = gumbeljax.top_log_probs(h, w, 3, tokens=several[..., 0], **options)
+        return (
+            gumbeljax.sample(h, w, jax.random.key(0), **options),
+            several,
+            gumbeljax.kept_tokens(h, w, **options),
+            gumbeljax.processed_log_probs(h, w, **options),
+            *top,
+            gumbeljax.log_prob(h, w, several[..., 0], **options),
+        )
+
+    shapes = jax.eval_shape(everything, jnp.ones((*batch, 8)), jnp.ones((100, 8)))
+    assert [x.shape[len(batch) :] for x in shapes] == [(), (2,), (100,), (100,), (3,), (3,), (), ()]
+    assert all(x.shape[: len(batch)] == batch for x in shapes)

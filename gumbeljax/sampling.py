@@ -74,6 +74,11 @@ def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mo
     _checks.choice(mode, "mode", (None, "low", "high", "highest"))
     if not isinstance(replace, bool):
         raise TypeError(f"replace must be True or False, fixed when the call is traced; got {type(replace).__name__}.")
+    if mode is not None and method != "categorical":
+        raise ValueError(f"mode must be None with method='grouped', whose noise has no modes; got {mode!r}: pass "
+                         "method='categorical', or leave mode out.")
+    if num_samples is None and not replace:
+        raise ValueError("replace must be True for a single draw; got False: pass num_samples, or leave replace out.")
     if num_samples is not None:
         num_samples = _checks.count(num_samples, "num_samples")
         if not replace and num_samples > config.vocab:

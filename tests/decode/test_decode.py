@@ -230,10 +230,12 @@ def test_a_row_without_a_law_ends_with_the_marker():
     assert out.num_tokens.tolist() == [3, 6]
 
 
-def test_the_loop_has_a_known_trip_count(llama):
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_the_loop_has_a_known_trip_count(llama, is_paged):
     """No `while` or branch on device data: only scans, counted loops and choices by platform are left in the chunk."""
     model, decode_fn, params, w = llama
-    state = prefill(decode_fn, params, np.array([[1, 2]]), model.init_cache(1, 8), max_length=8)
+    cache = model.init_paged_cache(1, 8, page_size=4) if is_paged else model.init_cache(1, 8)
+    state = prefill(decode_fn, params, np.array([[1, 2]]), cache, max_length=8)
     jaxpr = jax.make_jaxpr(lambda state: decode_steps(decode_fn, params, w, state, KEY, num_steps=4, eos_tokens=(0,)))(
         state
     )

@@ -20,7 +20,7 @@ def _stored(operands: Operands, config: Config) -> tuple[Operands, Config]:
     """The law as logits: -inf outside the kept set."""
     x = filtered.all_logits(operands.h, operands.w, operands.options(config), **config.shape_arguments())[1]
     if operands.filters is not None:
-        x = jnp.where(kept_set(x, operands.t, operands.filters), x, -jnp.inf)
+        x = jnp.where(kept_set(x, operands.t, operands.filters, by_row=config.by_row), x, -jnp.inf)
     plain = Config("xla", config.device, config.vocab, 0, None, None, None)
     return Operands(x.T, None, operands.t, None, None, None, None, None), plain
 

@@ -72,7 +72,7 @@ def test_law_and_acceptance(vocab, num_chains, draft_len, route, n):
     assert rejected[0] < rejected[1] - 0.01
 
 
-@pytest.mark.parametrize("num_chains", [2, 4])
+@pytest.mark.parametrize("num_chains", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_first_token_over_many_groups(num_chains):
     """Laws over 40 tokens, one position: the law, and the enumerated acceptance."""
     rng, n = np.random.default_rng(num_chains), 100_000

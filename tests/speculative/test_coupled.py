@@ -24,7 +24,7 @@ def plain_decoding(target, key, n, length):
     return np.stack(out, 1)
 
 
-@pytest.mark.parametrize("route", ["logits", "hidden"])
+@pytest.mark.parametrize("route", [pytest.param("logits", marks=pytest.mark.slow), "hidden"])
 def test_tokens_are_those_of_plain_decoding(route):
     """Whatever drafts: every token of every request, over several blocks of several lengths."""
     target, draft = map(jnp.asarray, markov.tables(40))

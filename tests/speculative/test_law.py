@@ -72,6 +72,7 @@ def test_temperatures_of_both_sides():
     assert min(markov.pair_p_values(tokens, np.log(mutants.softmax(target, 0.7) + 1e-300))) > ALPHA
 
 
+@pytest.mark.slow
 def test_routes_draw_the_same_tokens():
     """Exact logits by a product with one-hot vectors: both routes must agree on every token."""
     one, two = (run(40, 3, route, 20_000)[0] for route in ("logits", "hidden"))

@@ -32,7 +32,8 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(stored, "LOGITS", 30_000 * 3 * VOCAB)
 
 
-@pytest.mark.parametrize("options", [pytest.param(FILTERS[0], marks=pytest.mark.slow), *FILTERS[1:]])
+@pytest.mark.parametrize("options", [
+    *(pytest.param(x, marks=pytest.mark.slow) for x in FILTERS[:-1]), FILTERS[-1]])  # fmt: skip
 def test_law_under_filters(options, small_chunks):
     """Different filters on the two sides: the law, the support, and the acceptance sum min(p, q)."""
     n, draft_options = 100_000, {"top_p": 0.8, "temperature": 1.2}
@@ -95,7 +96,7 @@ def test_chains_under_filters():
     assert chi_square(np.bincount(out.tokens[:, 0], minlength=VOCAB), p) > ALPHA
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}])
+@pytest.mark.parametrize("filters", [pytest.param({}, marks=pytest.mark.slow), {"top_p": 0.9}])
 def test_penalties_count_the_drafted_tokens(filters):
     """Three tokens one by one under penalties, and the same law from drafts: the joint law of two tokens."""
     n, vocab = 100_000, 5

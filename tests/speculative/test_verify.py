@@ -183,7 +183,7 @@ def test_every_option_on_both_sides_is_that_of_sample():
     np.testing.assert_allclose(np.asarray(out.log_probs)[is_out], np.asarray(log_p)[np.asarray(out.tokens)[is_out]], atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
 def test_layouts_do_not_matter(dtype):
     rows, draft_len, vocab = 64, 3, 50
     h, w, draft_h, draft_w = two_heads(rows, draft_len, vocab, dtype)

@@ -182,6 +182,19 @@ def test_keys_are_in_the_order_of_the_logits():
     assert search.ordered_keys(jnp.float32(np.nan)) < keys[0]
 
 
+@pytest.mark.parametrize("vocab", [100, 2064])
+def test_signs_of_zero_are_one_number(vocab):
+    """A product of matrices loses the sign, so these logits go in as they are. Whole groups are -0.0, those after them 0.0."""
+    logits = np.stack([np.where(np.arange(vocab) < vocab // 2, -0.0, 0.0), np.where(np.arange(vocab) % 3 > 0, 0.0, -0.0)])
+    for k, p in ((50, 1.0), (64, 0.5), (0, 0.25)):
+        filters = search.Filters(jnp.full(2, k), jnp.full(2, p), jnp.zeros(2))
+        kept = np.asarray(jax.jit(search.kept_set)(jnp.asarray(logits.T, jnp.float32), jnp.ones(2), filters)).T
+        size = kept[0].sum()
+        assert abs(size - (k or vocab) * p) <= 1 and kept[:, :size].all() and not kept[:, size:].any()
+    tokens = gumbeljax.sample_logits(jnp.tile(jnp.asarray(logits[:1], jnp.float32), (200, 1)), jax.random.key(0), top_k=50)
+    assert tokens.max() < 50 and len(set(tokens.tolist())) > 30
+
+
 @pytest.mark.parametrize("vocab", [1, 2, 37, 64])
 def test_every_prefix_can_be_asked_for(vocab):
     """top_k = 1, 2, ... V, as the rows of one call, on tied logits."""

@@ -181,11 +181,12 @@ def filters(top_k, top_p, min_p, batch_shape: tuple[int, ...]) -> tuple[Filters 
     k, k_good = number(top_k, "top_k", batch_shape, lambda k: k >= -1, "at least -1 (0 and -1 are off)")
     p, p_good = number(top_p, "top_p", batch_shape, lambda p: (p >= 0) & (p <= 1), "between 0 and 1 (1 is off)")
     m, m_good = number(min_p, "min_p", batch_shape, lambda m: (m >= 0) & (m <= 1), "between 0 and 1 (0 is off)")
-    is_number = lambda x: isinstance(x, int | float | np.number)  # noqa: E731
     if k is not None:
-        k = None if is_number(top_k) and top_k <= 0 else _checks.per_row(top_k, "top_k", batch_shape, jnp.int32)
-    p = None if is_number(top_p) and top_p == 1 else p
-    m = None if is_number(min_p) and min_p == 0 else m
+        k = _checks.per_row(top_k, "top_k", batch_shape, jnp.int32)  # as integers: float32 has 24 bits
+    off = lambda x, is_off: isinstance(x, int | float | np.number) and bool(is_off(x))  # noqa: E731
+    k = None if off(top_k, lambda k: k <= 0) else k
+    p = None if off(top_p, lambda p: p == 1) else p
+    m = None if off(min_p, lambda m: m == 0) else m
     good = k_good & p_good & m_good
     return (None if k is None and p is None and m is None else Filters(k, p, m)), good
 
@@ -249,7 +250,8 @@ def dense(processors: Processors | None, bias: Array | None, mask: Array | None,
         values = values.reshape(lists["bias_tokens"].shape)
     numbers = {name: x for name, (x, _) in numbers.items()}
     with jax.numpy_rank_promotion("allow"):
-        return Dense(*_dense(lists, numbers, counts, values, too_short, bias, mask, vocab=vocab), is_good)
+        bias, mask, factor, offset = _dense(lists, numbers, counts, values, too_short, bias, mask, vocab=vocab)
+    return Dense(bias, mask, factor, offset, is_good)
 
 
 LISTS = ("bias_tokens", "allowed_tokens", "banned_tokens", "end_tokens")

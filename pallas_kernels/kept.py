@@ -195,7 +195,7 @@ def end_in_row(x, keys, ids, mass: Mass, target: Mass, low_value) -> Kept:
     return lax.cond(jnp.all(jnp.sum(undecided, axis=1, dtype=jnp.int32) <= few), in_few, in_all)
 
 
-def search(keys, ids, mass: Mass | None, everything: Mass | None, filters: Filters, vocab: int, find) -> Kept:
+def search(keys, ids, mass: Any, everything: Any, filters: Filters, vocab: int, find) -> Kept:
     """The prefix that top_k, then top_p keep of the tokens given; `everything` is the mass of the whole row, and
     `find(keys, ids, mass, target, p)` the end of a prefix (p: what top_p asks for, None for a count)."""
     top_k, top_p, _ = filters
@@ -217,7 +217,7 @@ def search(keys, ids, mass: Mass | None, everything: Mass | None, filters: Filte
     return kept
 
 
-def fits(maxima, everything: Mass | None, top, total, t, filters: Filters):
+def fits(maxima, everything: Any, top, total, t, filters: Filters):
     """Whether the groups with these maxima, `[rows, n]`, the largest, hold the prefix that the filters keep; `[rows]`."""
     top_k, top_p, _ = filters
     in_count = jnp.ones_like(top, bool) if top_k is None else top_k <= maxima.shape[1]
@@ -228,7 +228,7 @@ def fits(maxima, everything: Mass | None, top, total, t, filters: Filters):
     return in_mass if top_k is None else in_count & ((top_k > 0) | in_mass)
 
 
-def in_row(x, t, top, total, everything: Mass | None, filters: Filters) -> Kept:
+def in_row(x, t, top, total, everything: Any, filters: Filters) -> Kept:
     """The end of the prefix kept by top_k and top_p, from all of the logits `[rows, vocab]`."""
     vocab = x.shape[1]
     smallest = jnp.min(jnp.where(x > -jnp.inf, x, jnp.inf), axis=1)

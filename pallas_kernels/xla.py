@@ -5,6 +5,7 @@ XLA copies the slice, so where all the logits are smaller than that (few rows) t
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ def block_logits(h, w, start, size, vocab_axis, precision):
     return product(w, h, (((1,), (1,)), ((), ())))
 
 
-def fold_blocks(block_fn, merge_fn, vocab, block):
+def fold_blocks(block_fn, merge_fn, vocab, block) -> Any:
     """`merge_fn` over `block_fn(start, size)` for every block; the last may be shorter. No block is sliced twice."""
     block = min(block, vocab)
     first = block_fn(jnp.int32(0), block)

@@ -118,7 +118,8 @@ def options_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
                "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "min_length": 0,
                "guidance_scale": None, "bad_words_ids": None,
                "sequence_bias": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
-               "exponential_decay_length_penalty": None, "begin_suppress_tokens": None, "watermarking_config": None}
+               "exponential_decay_length_penalty": None, "begin_suppress_tokens": None, "watermarking_config": None,
+               "force_words_ids": None, "constraints": None, "dola_layers": None}
     for name, off in neutral.items():
         if config.get(name, off) not in (off, None):
             raise NotImplementedError(f"{name} must be {off!r}, since gumbeljax does not offer it; got {config[name]!r}.")

@@ -1,6 +1,8 @@
 """What has to be settled before jax is imported, and which tests need a GPU."""
 
+import gc
 import os
+from pathlib import Path
 
 # jax <= 0.11.2 sizes its CPU thread pool by NPROC and deadlocks on two cores when several sharded calls are in flight.
 os.environ.setdefault("NPROC", "32")
@@ -29,3 +31,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu_items and (reason := _why_no_gpu()):
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Drop compiled programs before they are too many: each is mapped on its own, and Linux gives a process 65,530 maps."""
+    maps = Path("/proc/self/maps")
+    if nextitem is not None and maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()

@@ -1,0 +1,106 @@
+"""The CPU claim of filters: `sample` with top_k, top_p or min_p takes at most 1.5 times the time of `sample` without.
+
+On the head of SmolLM2-135M with the hidden states of a real text, in float32. Before anything is timed the kept set and the
+tokens are compared with a sort in float64.
+"""
+
+import argparse
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import gumbeljax
+from benchmarks import harness
+from gumbeljax import models
+
+TEXT = "The ship left the harbour at dawn, and nobody on the quay could say when, or whether, it would come back."
+CASES = {
+    "none": {}, "top_k=50": {"top_k": 50}, "top_p=0.9": {"top_p": 0.9}, "top_k=50, top_p=0.9": {"top_k": 50, "top_p": 0.9},
+    "min_p=0.05": {"min_p": 0.05},
+}
+TARGET = 1.5
+
+
+def hidden_states() -> tuple[jax.Array, jax.Array]:
+    """(h [tokens, d_model], w) of the text."""
+    model, tokenizer = models.load(models.find_smollm2())
+    decode_fn, params = models.as_decode_fn(model)
+    tokens = jnp.asarray([tokenizer.encode(TEXT)])
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    h, _ = decode_fn(params, tokens, positions, model.init_cache(1, tokens.shape[1]))
+    return h[0], model.head()
+
+
+def expected_kept(logits: np.ndarray, top_k=None, top_p=None, min_p=None) -> np.ndarray:
+    """The kept set of each row, by a sort in float64."""
+    order = np.argsort(-logits, axis=1, kind="stable")
+    mass = np.exp(logits - logits.max(1, keepdims=True))
+    ranked = np.take_along_axis(mass, order, axis=1)
+    keep = np.ones_like(ranked, bool)
+    if top_k is not None:
+        keep[:, top_k:] = False
+    if top_p is not None:
+        before = np.cumsum(ranked * keep, axis=1) - ranked * keep
+        keep &= before < top_p * (ranked * keep).sum(1, keepdims=True)
+    if min_p is not None:
+        keep &= ranked >= min_p
+    out = np.zeros_like(keep)
+    np.put_along_axis(out, order, keep, axis=1)
+    return out
+
+
+def check(h: jax.Array, w: jax.Array, keys: jax.Array, options: dict) -> int:
+    """Raises unless the kept sets are those of a sort and every token lies in its set; the size of the largest set."""
+    kept = np.asarray(gumbeljax.kept_tokens(h, w, **options))
+    expected = expected_kept(np.asarray(h, np.float64) @ np.asarray(w, np.float64).T, **options)
+    tokens = np.asarray(gumbeljax.sample(h, w, keys, **options))
+    if (kept != expected).sum() > 1 or not kept[np.arange(len(tokens)), tokens].all():  # one: a mass within rounding of p
+        raise SystemExit(f"the kept set under {options} is not that of a sort: nothing was timed")
+    return int(kept.sum(1).max())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_filters", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20, help="turns that each contender takes (default 20)")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16], help="batch sizes (default 1 16)")
+    parser.add_argument("--name", default="filters-cpu", help="results/<name>.json is written (default filters-cpu)")
+    arguments = parser.parse_args()
+    all_h, w = hidden_states()
+    if max(arguments.rows) > len(all_h):
+        parser.error(f"--rows must be at most {len(all_h)}, the tokens of the text")
+    results = []
+    for rows in arguments.rows:
+        h, keys = all_h[-rows:], jax.random.split(jax.random.key(0), rows)
+        largest = {name: check(h, w, keys, options) for name, options in CASES.items()}
+        functions = {
+            name: lambda h, w, keys, options=options: gumbeljax.sample(h, w, keys, **options) for name, options in CASES.items()
+        }
+        calls = {name: functools.partial(jax.jit(function), h, w, keys) for name, function in functions.items()}
+        samples = harness.interleave(calls, rounds=arguments.rounds)
+        results.append({
+            "rows": rows, "largest_kept_set": largest, "target": TARGET,
+            "seconds": {name: harness.summarize(s)._asdict() for name, s in samples.items()},
+            "ratio": {name: harness.ratio(s, samples["none"])._asdict() for name, s in samples.items()},
+        })
+    shown = Table(title="sample on SmolLM2's head, CPU, float32: ms per call, and ratio to no filter (quartiles)",
+                  box=box.SIMPLE_HEAD)
+    for column in ("rows", "filters", "largest kept set", "ms", "ratio"):
+        shown.add_column(column, justify="left" if column == "filters" else "right")
+    for row in results:
+        for name, ratio in row["ratio"].items():
+            colour = "green" if ratio["median"] <= TARGET else "red"
+            milliseconds = f"{1e3 * row['seconds'][name]['median']:.2f}"
+            shown.add_row(str(row["rows"]), name, str(row["largest_kept_set"][name]), milliseconds,
+                          f"[{colour}]{ratio['median']:.2f} ({ratio['q25']:.2f}-{ratio['q75']:.2f})[/]")
+    console = Console()
+    console.print(shown)
+    console.print(f"wrote {harness.save(arguments.name, results, claim=__doc__.splitlines()[0])}")
+
+
+if __name__ == "__main__":
+    main()

@@ -137,12 +137,12 @@ CASES = [  # (calls, exception, the whole message as a pattern)
     (
         by_name(mask=np.ones(100)),
         TypeError,
-        r"mask must be boolean, True for allowed tokens; got dtype float(32|64): write mask != 0\.",
+        r"mask must be boolean, True for allowed tokens, or packed bits in uint32; got dtype float(32|64): write mask != 0\.",
     ),
     (
         by_name(mask=np.ones(100, np.int8)),
         TypeError,
-        r"mask must be boolean, True for allowed tokens; got dtype int8: write mask != 0\.",
+        r"mask must be boolean, True for allowed tokens, or packed bits in uint32; got dtype int8: write mask != 0\.",
     ),
     (
         by_name(mask=np.bool_(True)),

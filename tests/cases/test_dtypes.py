@@ -103,7 +103,7 @@ def expected(name):
         return ["int32", "float32"]
     if name in TOKENS:
         return ["int32" if TOKENS[name] else "float32"]
-    return ["int32", "float32", "float32", "float32"]
+    return ["int32", "float32", "float32", "float32", "float32"]
 
 
 def check_dtypes(report):

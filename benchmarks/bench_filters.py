@@ -70,18 +70,22 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16], help="batch sizes (default 1 16)")
     parser.add_argument("--name", default="filters-cpu", help="results/<name>.json is written (default filters-cpu)")
     arguments = parser.parse_args()
-    all_h, w = hidden_states()
+    console = Console()
+    with console.status("the model, the text"):
+        all_h, w = hidden_states()
     if max(arguments.rows) > len(all_h):
         parser.error(f"--rows must be at most {len(all_h)}, the tokens of the text")
     results = []
     for rows in arguments.rows:
         h, keys = all_h[-rows:], jax.random.split(jax.random.key(0), rows)
-        largest = {name: check(h, w, keys, options) for name, options in CASES.items()}
+        with console.status(f"{rows} rows: kept sets"):
+            largest = {name: check(h, w, keys, options) for name, options in CASES.items()}
         functions = {
             name: lambda h, w, keys, options=options: gumbeljax.sample(h, w, keys, **options) for name, options in CASES.items()
         }
         calls = {name: functools.partial(jax.jit(function), h, w, keys) for name, function in functions.items()}
-        samples = harness.interleave(calls, rounds=arguments.rounds)
+        with console.status(f"{rows} rows: times"):
+            samples = harness.interleave(calls, rounds=arguments.rounds)
         results.append({
             "rows": rows, "largest_kept_set": largest, "target": TARGET,
             "seconds": {name: harness.summarize(s)._asdict() for name, s in samples.items()},
@@ -97,7 +101,6 @@ def main() -> None:
             milliseconds = f"{1e3 * row['seconds'][name]['median']:.2f}"
             shown.add_row(str(row["rows"]), name, str(row["largest_kept_set"][name]), milliseconds,
                           f"[{colour}]{ratio['median']:.2f} ({ratio['q25']:.2f}-{ratio['q75']:.2f})[/]")
-    console = Console()
     console.print(shown)
     console.print(f"wrote {harness.save(arguments.name, results, claim=__doc__.splitlines()[0])}")
 

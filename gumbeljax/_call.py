@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from gumbeljax import _checks, _implementation, _mesh, processing
 from gumbeljax._typing import Array, ArrayLike
+from pallas_kernels import kept
 from pallas_kernels.kept import Filters
 from pallas_kernels.logits import Elementwise, canonical_temperature
 
@@ -71,6 +72,9 @@ def _operands(h, w, batch_shape, width, vocab, *, temperature, top_k, top_p, min
     mask = _checks.per_token(mask, "mask", batch_shape, width, vocab, jnp.bool_)
     dense = processing.dense(processors, bias, mask, batch_shape, width, vocab)
     filters, is_good = processing.filters(top_k, top_p, min_p, batch_shape)
+    if filters is not None and filters.top_p is not None and vocab > kept.MAX_VOCAB:
+        raise ValueError(f"top_p must be None for more than {kept.MAX_VOCAB} tokens, whose masses it could not add up exactly; "
+                         f"got {vocab}: use top_k or min_p.")
     t = canonical_temperature(_checks.temperature(temperature, batch_shape))
     if (is_good := is_good & dense.is_good) is not True:
         t = jnp.where(is_good, t, jnp.nan)

@@ -89,6 +89,7 @@ def check_rows(h, key, row_offset, axes: tuple[str, ...]) -> None:
 
 
 def is_typed(key) -> bool:
+    """Whether a key is a typed one, not raw words."""
     return jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
 
 
@@ -105,6 +106,7 @@ def vary(tree, axes: tuple[str, ...] = ()):
 
 
 def num_shards(axes: tuple[str, ...]) -> int:
+    """How many pieces the mesh axes cut a vocabulary into."""
     return math.prod(lax.axis_size(axis) for axis in axes)
 
 

@@ -27,6 +27,7 @@ from pallas_kernels.logits import inverse_temperature
 LEADING, UNDECIDED = 64, 256  # groups searched instead of the whole row: those with the largest maxima; those left undecided
 HALVINGS = 8  # of the whole row, before the undecided groups are gathered
 WHOLE, FINE = 30, 11  # bits of a mass: a row's whole mass is below 2^30, and the fine word counts 2^-11 of its unit
+MAX_VOCAB = 2**(31 - FINE) - 1  # fine words of more tokens could leave int32
 LOWEST = -(2**31)
 
 
@@ -59,9 +60,8 @@ def ordered_keys(x):
 
 
 def is_kept(keys, ids, kept: Kept):
-    """Membership of tokens in the prefix that ends at `kept`."""
-    key, last = kept.key[:, None], kept.id[:, None]
-    return (keys > key) | ((keys == key) & (ids <= last))
+    """Membership of tokens in the prefix that ends at `kept`, which broadcasts with them."""
+    return (keys > kept.key) | ((keys == kept.key) & (ids <= kept.id))
 
 
 def fixed_point(weight, total) -> Mass:
@@ -210,7 +210,7 @@ def search(keys, ids, mass: Any, everything: Any, filters: Filters, vocab: int, 
     if top_p is not None:
         base = everything
         if top_k is not None:
-            inside = is_kept(keys, ids, kept)
+            inside = is_kept(keys, ids, Kept(kept.key[:, None], kept.id[:, None]))
             mass = Mass(*(jnp.where(inside, m, 0) for m in mass))
             base = unless(top_k <= 0, everything, add_up(mass, True))
         kept = unless(top_p >= 1.0, kept, find(keys, ids, lax.optimization_barrier(mass), share(base, top_p), top_p))
@@ -261,7 +261,7 @@ def last_kept(x, t, top, filters: Filters, by_row: bool) -> Kept:
     if filters.top_p is not None:
         weight = lax.optimization_barrier(weights(x, t, top))  # one value for every use, whatever is fused with it
         total = jnp.sum(weight, axis=0)
-        everything = carried(*(jnp.sum(m.T, axis=0, dtype=jnp.int32) for m in fixed_point(weight.T, total)))
+        everything = add_up(fixed_point(weight.T, total), True)
 
     # The groups with the largest maxima first. NaN has no place in an order, and top_k tells -0.0 from 0.0.
     maxima = jnp.max(grouped(jnp.where(x == 0.0, 0.0, jnp.where(jnp.isnan(x), -jnp.inf, x)), -jnp.inf), axis=1).T
@@ -299,7 +299,6 @@ def kept_set(x, t, filters: Filters, *, by_row: bool = False):
         z = (x - race.finite_or_zero(top)) * inverse_temperature(t)
         out &= (filters.min_p <= 0.0) | (z >= jnp.log(filters.min_p))
     if filters.top_k is not None or filters.top_p is not None:
-        key, last = last_kept(x, t, top, filters, by_row)
-        keys, ids = ordered_keys(x), lax.broadcasted_iota(jnp.int32, x.shape, 0)
-        out &= (keys > key) | ((keys == key) & (ids <= last))
+        ids = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        out &= is_kept(ordered_keys(x), ids, last_kept(x, t, top, filters, by_row))
     return out | jnp.isnan(x)

@@ -182,6 +182,8 @@ CASES = [  # (calls, exception, the whole message as a pattern)
     (by_name(soft_cap=float("nan")), ValueError, r"soft_cap must be finite and positive; got nan.*\."),
     # _checks.choice
     (by_name(method="gumbel"), ValueError, r"method must be one of 'grouped', 'categorical'; got 'gumbel'.*\."),
+    ([lambda: gumbeljax.sample_logits(np.zeros((1, 2**20), np.float32), KEY, top_p=0.5)], ValueError,
+     r"top_p must be None for more than 1048575 tokens.*; got 1048576: use top_k or min_p\."),
     (by_name(mode="high"), ValueError, r"mode must be None with method='grouped'.*; got 'high'.*\."),
     (by_name(replace=False), ValueError, r"replace must be True for a single draw; got False: pass num_samples.*\."),
     (by_name(method="categorical", mode="exact"), ValueError, r"mode must be one of .*'low', 'high'.*; got 'exact'.*\."),

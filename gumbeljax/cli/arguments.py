@@ -27,30 +27,37 @@ def number(text: str, least: float, most: float = math.inf, kind: Callable = flo
 
 
 def temperature(text: str) -> float:
+    """0 or more."""
     return number(text, 0)
 
 
 def count(text: str) -> int:
+    """A whole number of at least 1."""
     return number(text, 1, kind=int)
 
 
 def count_or_none(text: str) -> int:
+    """A whole number; 0 is off."""
     return number(text, 0, kind=int)
 
 
 def share(text: str) -> float:
+    """From 0 to 1."""
     return number(text, 0, 1)
 
 
 def positive(text: str) -> float:
+    """A positive number."""
     return number(text, 1e-3)
 
 
 def any_number(text: str) -> float:
+    """A number of either sign."""
     return number(text, -1e6, 1e6)
 
 
 def seed(text: str) -> int:
+    """32 bits."""
     if not text.isdecimal() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2^32 - 1, got {text}")
     return int(text)

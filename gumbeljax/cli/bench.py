@@ -46,6 +46,7 @@ class Timing(NamedTuple):
 
 
 def batches(text: str) -> list[int]:
+    """Batch sizes, separated by commas."""
     return [count(part) for part in text.split(",")]
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gumbeljax.__main__ import build_parser, main
+from gumbeljax.__main__ import build_parser
+from tests.cli.command import call
 from tests.models.golden import read_tiny, smollm2_path, write_folder, write_gguf
 
 ROOT = Path(__file__).parents[2]
@@ -15,16 +16,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp("cli") / "model", read_tiny("tiny_qwen3"))
-
-
-def call(capsys, *arguments):
-    """Exit code, standard output and standard error of one call."""
-    try:
-        code = main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        code = stop.code
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 @pytest.mark.parametrize(

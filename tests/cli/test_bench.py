@@ -4,20 +4,15 @@ import json
 
 import pytest
 
-from gumbeljax.__main__ import main
 from gumbeljax.cli.bench import SHAPES, build_parser
+from tests.cli import command
 from tests.models.golden import read_tiny, write_folder
 
 FLAGS = ("--new-tokens", "12", "--prompt-tokens", "6", "--repeats", "1", "--batch", "1,3")
 
 
 def call(capsys, *arguments):
-    try:
-        code = main(["bench", *(str(argument) for argument in arguments)])
-    except SystemExit as stop:
-        code = stop.code
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return command.call(capsys, "bench", *arguments)
 
 
 @pytest.mark.parametrize("cache", ["paged", "contiguous"])

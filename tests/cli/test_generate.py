@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from gumbeljax.__main__ import main
 from gumbeljax.cli.generate import build_parser
+from tests.cli import command
 from tests.models.golden import read_tiny, write_folder
 
 FLAGS = ("--raw", "--quiet", "--max-new-tokens", "9", "--temperature", "1", "--chunk-size", "4", "--page-size", "4")
@@ -18,13 +18,7 @@ def folder(tmp_path_factory):
 
 
 def call(capsys, *arguments):
-    """Exit code, standard output and standard error of one call."""
-    try:
-        code = main(["generate", *(str(argument) for argument in arguments)])
-    except SystemExit as stop:
-        code = stop.code
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return command.call(capsys, "generate", *arguments)
 
 
 def answers(capsys, *arguments):

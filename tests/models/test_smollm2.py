@@ -9,12 +9,7 @@ import pytest
 
 from gumbeljax import models
 from gumbeljax.decode import generate
-from tests.models.golden import FOLDER, smollm2_path
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return models.load(smollm2_path())
+from tests.models.golden import FOLDER
 
 
 @pytest.fixture(scope="module")

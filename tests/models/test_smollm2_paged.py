@@ -6,14 +6,9 @@ import pytest
 
 from gumbeljax import models
 from gumbeljax.decode import Request, generate, serve
-from tests.models.golden import FOLDER, smollm2_path
+from tests.models.golden import FOLDER
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return models.load(smollm2_path())
 
 
 @pytest.fixture(scope="module")

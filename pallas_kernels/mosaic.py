@@ -42,7 +42,12 @@ def choose_tiles(num_rows: int, d_model: int) -> MosaicTiles:
         return MosaicTiles(split_rows=False, vocab=64, d_model=128 if d_model % 128 == 0 else 64, steps=4)
     if num_rows <= 128:
         return MosaicTiles(split_rows=True, vocab=128, d_model=64, steps=6)
-    return MosaicTiles(split_rows=True, vocab=256, d_model=64, steps=4)
+    return MosaicTiles(split_rows=True, vocab=256, d_model=64, steps=4, pair_rows=-(-num_rows // 128) % 2 == 0)
+
+
+def columns(shape):
+    """The number of its column at every entry."""
+    return lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
 def over(shape):
@@ -50,16 +55,23 @@ def over(shape):
     return lambda v: lax.broadcast_in_dim(v, shape, (0,))
 
 
-def race_in_registers(mgpu, x, words, t, inverse_t, first_id, with_model):
+def noise_of_groups(words, first_id, shape):
+    """Gumbel noise of the groups that start at `first_id + 16 * column`."""
+    spread = over(shape)
+    ids = race.global_ids((None, None, *map(spread, words[2:])), first_id + noise.GROUP * columns(shape))
+    stream = jnp.full(shape, noise.stream(noise.DRAW, 0, noise.GROUP_LEVEL))
+    return noise.gumbel(spread(words[0]), spread(words[1]), stream, ids)
+
+
+def race_in_registers(mgpu, x, gumbel, t, inverse_t, first_id, with_model):
     """(high, low, top, total[, model total], winner) `[rows]` of logits `[rows, n]`, as `race.race_of` with rows first.
 
-    Group masses are gathered into one `[rows, groups]` matrix before the noise: row vectors are held by four lanes each,
-    so noise on them would be made four times over.
+    Group masses are gathered into one matrix of the shape of `gumbel`, `[rows, groups]`: row vectors are held by four lanes
+    each, so work on them is done four times over. The spare columns of that matrix have no mass.
     """
     rows, groups = x.shape[0], x.shape[1] // noise.GROUP
-    shape = (rows, -(-groups // 8) * 8)  # the layout wants a multiple of 8 columns; spare ones have no mass
-    column = lax.broadcasted_iota(jnp.int32, shape, 1)
-    spread, spread_group = over(shape), over((rows, noise.GROUP))
+    shape = gumbel.shape
+    column, spread, spread_group = columns(shape), over(shape), over((rows, noise.GROUP))
     scales = [inverse_t * LOG2_E] + ([jnp.full_like(inverse_t, LOG2_E)] if with_model else [])
     tops, totals = jnp.full(shape, -jnp.inf, jnp.float32), [jnp.zeros(shape, jnp.float32) for _ in scales]
     for g in range(groups):
@@ -71,9 +83,6 @@ def race_in_registers(mgpu, x, words, t, inverse_t, first_id, with_model):
             total = jnp.sum(jnp.exp2(below * spread_group(scale)), axis=1)
             totals[i] = jnp.where(column == g, spread(total), totals[i])
     tops, *totals = (mgpu.layout_cast(v, mgpu.Layout.WGMMA) for v in (tops, *totals))
-    ids = race.global_ids((None, None, *map(spread, words[2:])), first_id + noise.GROUP * column)
-    stream = jnp.full(shape, noise.stream(noise.DRAW, 0, noise.GROUP_LEVEL))
-    gumbel = noise.gumbel(spread(words[0]), spread(words[1]), stream, ids)
     high, low = race.scores(tops, totals[0], gumbel, spread(t))
     best_high = jnp.max(high, axis=1)
     tied = high == spread(best_high)
@@ -90,8 +99,7 @@ def mass_in_registers(x, inverse_t, first_id):
     spread = over(x.shape)
     top = jnp.max(x, axis=1)
     total = jnp.sum(jnp.exp2((x - spread(race.finite_or_zero(top))) * spread(inverse_t * LOG2_E)), axis=1)
-    column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    return top, total, lowest(x == spread(top), column, x.shape[1], first_id, 1)
+    return top, total, lowest(x == spread(top), columns(x.shape), x.shape[1], first_id, 1)
 
 
 def lowest(condition, column, n, first_id, step):
@@ -101,102 +109,174 @@ def lowest(condition, column, n, first_id, step):
     return jnp.where(first > 0, first_id + step * (n - first), race.NO_ID)
 
 
+def merge_rows(old, new, inverse_t):
+    """As `race.merge` or `race.merge_masses` of two, `([high, low,] top, total[, model total], id)` each. The ids of `new`
+    are larger, so what is equal stays with `old`."""
+    num_scores = 2 if len(old) > 3 else 0
+    scales = (inverse_t * LOG2_E, LOG2_E)
+    (*old_scores, old_top), (*new_scores, new_top) = old[:num_scores + 1], new[:num_scores + 1]
+    top = jnp.maximum(old_top, new_top)
+    finite = race.finite_or_zero(top)
+    totals = [a * jnp.exp2((old_top - finite) * scale) + b * jnp.exp2((new_top - finite) * scale) for a, b, scale
+              in zip(old[num_scores + 1:-1], new[num_scores + 1:-1], scales[:len(old) - num_scores - 2], strict=True)]
+    if num_scores:
+        (old_high, old_low), (new_high, new_low) = old_scores, new_scores
+        better = (new_high > old_high) | ((new_high == old_high) & (new_low > old_low))
+        scores = [jnp.where(better, new_high, old_high), jnp.where(better, new_low, old_low)]
+    else:
+        better, scores = new_top > old_top, []
+    return *scores, top, *totals, jnp.where(better, new[-1], old[-1])
+
+
 def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_model, tiles, num_sms):
-    """Runs the kernel; float outputs and ids, each `[tiles, rows padded to whole tiles]`."""
+    """Runs the kernel; float outputs and ids, each `[pieces of the vocabulary, rows padded to whole tiles]`.
+
+    A program keeps one tile of rows and walks over every n-th tile of the vocabulary; its third warpgroup fetches ahead, over
+    the ends of tiles too, so that memory never waits for an epilogue.
+    """
     if reason := why_not(h, w, options, vocab_axis):
         raise NotImplementedError(f"implementation='mosaic' cannot run this call: {reason}; leave implementation out.")
     num_rows, d_model = h.shape
     tiles = tiles or choose_tiles(num_rows, d_model)
-    m, n, k = 64, tiles.vocab, tiles.d_model
+    m, n, k, slots = 64, tiles.vocab, tiles.d_model, tiles.steps
     cta_m, cta_n = (2 * m, n) if tiles.split_rows else (m, 2 * n)
-    padding = -num_rows % cta_m
-    rows = num_rows + padding
-    h = jnp.pad(h, ((0, padding), (0, 0)))
-    vectors = [jnp.pad(t, (0, padding), constant_values=1.0)]
+    pair = 1 + tiles.pair_rows
+    row_tiles, vocab_tiles, steps = pl.cdiv(num_rows, cta_m * pair) * pair, pl.cdiv(vocab, cta_n), d_model // k
+    if row_tiles > num_sms:
+        whole = row_tiles // pair // 2 * pair * cta_m
+        parts = [launch(h[part], w, keys and tuple(x[part] for x in keys), t[part], options, mgpu=mgpu, wanted=wanted, vocab=vocab,
+                        vocab_axis=vocab_axis, with_model=with_model, tiles=tiles, num_sms=num_sms)
+                 for part in (slice(0, whole), slice(whole, None))]
+        return [jnp.concatenate(part, 1) for part in zip(*parts, strict=True)]
+    rows = row_tiles * cta_m
+    walkers = min(num_sms // row_tiles, vocab_tiles)  # programs that share the vocabulary of one tile of rows
+    if num_rows > 8:  # bulk copies fill what lies outside with zeros, but count rows in eights
+        h = jnp.pad(h, ((0, -num_rows % 8), (0, 0)))
+    vectors = [jnp.pad(t, (0, rows - num_rows), constant_values=1.0)]
     if wanted == "race":
-        vectors += [jnp.pad(x, (0, padding)) for x in keys]
-    row_tiles, vocab_tiles = rows // cta_m, pl.cdiv(vocab, cta_n)
-    warpgroup_tiles = vocab_tiles if tiles.split_rows else 2 * vocab_tiles
+        vectors += [jnp.pad(x, (0, rows - num_rows)) for x in keys]
     num_floats = 2 if wanted == "mass" else 4 + with_model
+    columns_of_noise = -(-n // (8 * noise.GROUP)) * 8  # the layout wants a multiple of 8
+    empties = (-jnp.inf, 0.0) if wanted == "mass" else (-jnp.inf, 0.0, -jnp.inf, 0.0, 0.0)[:num_floats]
 
-    def block_spec(shape, index_map):
-        bits = jnp.dtype(h.dtype).itemsize * 8
-        swizzle = mgpu.find_swizzle(shape[1] * bits)
-        transforms = (mgpu.TilingTransform((8, swizzle * 8 // bits)), mgpu.SwizzleTransform(swizzle))
-        return mgpu.BlockSpec(shape, index_map, transforms=transforms, memory_space=mgpu.SMEM)
+    def buffer(shape):
+        swizzle = mgpu.find_swizzle(shape[1] * jnp.dtype(h.dtype).itemsize * 8)
+        transforms = mgpu.TilingTransform((8, swizzle // jnp.dtype(h.dtype).itemsize)), mgpu.SwizzleTransform(swizzle)
+        return mgpu.SMEM((slots, *shape), h.dtype, transforms=transforms)
 
-    h_spec = block_spec((cta_m, k), lambda i: (0, i))
-    w_spec = block_spec((cta_n, k), lambda i: (0, i)) if vocab_axis == 0 else block_spec((k, cta_n), lambda i: (i, 0))
+    barrier = functools.partial(mgpu.ClusterBarrier, collective_axes=("pair",)) if tiles.pair_rows else mgpu.Barrier
+    scratch = {"h_smem": buffer((cta_m, k)), "w_smem": buffer((cta_n, k) if vocab_axis == 0 else (k, cta_n)),
+               "filled": mgpu.Barrier(num_arrivals=2, num_barriers=slots), "emptied": barrier(num_arrivals=2, num_barriers=slots),
+               "floats": mgpu.SMEM((2, num_floats, m), jnp.float32), "ids": mgpu.SMEM((2, m), jnp.int32)}
+    if wanted == "race":
+        scratch["gumbels"] = mgpu.SMEM((2, m, columns_of_noise), jnp.float32)
 
-    def kernel(h_gmem, w_gmem, t_gmem, *refs):
+    def kernel(h_gmem, w_gmem, t_gmem, *refs, h_smem, w_smem, filled, emptied, floats, ids, gumbels=None):
         words_gmem, (*floats_gmem, ids_gmem) = refs[:len(vectors) - 1], refs[len(vectors) - 1:]
+        wg, program = lax.axis_index("wg"), lax.axis_index("program")
+        row_tile = lax.rem(program, row_tiles // pair) * pair + (lax.axis_index("pair") if tiles.pair_rows else 0)
+        walker = lax.div(program, row_tiles // pair)
+        num_tiles = lax.div(vocab_tiles - walker + walkers - 1, walkers)
 
-        def pipeline(body, context):
-            return mgpu.emit_pipeline_warp_specialized(
-                body, grid=(d_model // k,), in_specs=[h_spec, w_spec], memory_registers=40, wg_axis="wg", num_compute_wgs=2,
-                max_concurrent_steps=tiles.steps, compute_context=context)
+        def fetch():
+            mgpu.set_max_registers(40, action="decrease")
 
-        nothing = lambda *_: None  # noqa: E731
-        buffers = pipeline(nothing, nothing).get_allocations(h_gmem, w_gmem)
+            @pl.loop(0, num_tiles)
+            def _(turn):
+                @pl.loop(0, steps)
+                def _(j):
+                    step = turn * steps + j
+                    slot = lax.rem(step, slots)
 
-        @functools.partial(pl.run_scoped, buffers=buffers, floats=mgpu.SMEM((2, num_floats, m), jnp.float32),
-                           ids=mgpu.SMEM((2, m), jnp.int32), collective_axes="wg")
-        def _(buffers, floats, ids):
-            wg = lax.axis_index("wg")
+                    @pl.when(step >= slots)
+                    def _():
+                        mgpu.barrier_wait(emptied.at[slot])
 
-            @mgpu.nd_loop((row_tiles * vocab_tiles,), collective_axes="sm")
-            def _(loop):
-                # Neighbouring programs share a vocabulary tile, so that its second reading comes from L2.
-                row_tile, vocab_tile = lax.rem(loop.index[0], row_tiles), lax.div(loop.index[0], row_tiles)
-                first_row = row_tile * cta_m + (wg * m if tiles.split_rows else 0)
-                first_id = vocab_tile * cta_n + (0 if tiles.split_rows else wg * n)
-                my_rows = pl.ds(wg * m, m) if tiles.split_rows else slice(None)
-                my_vocab = slice(None) if tiles.split_rows else pl.ds(wg * n, n)
+                    d_slice, vocab_slice = pl.ds(j * k, k), pl.ds((walker + turn * walkers) * cta_n, cta_n)
+                    mgpu.copy_gmem_to_smem(h_gmem.at[pl.ds(row_tile * cta_m, cta_m), d_slice], h_smem.at[slot], filled.at[slot])
+                    mgpu.copy_gmem_to_smem(w_gmem.at[(vocab_slice, d_slice)[::1 - 2 * vocab_axis]], w_smem.at[slot],
+                                           filled.at[slot], collective_axes="pair" if tiles.pair_rows else None)
 
-                def row_vector(ref):
-                    layout = mgpu.Layout.WGMMA.reduce(1)
-                    return mgpu.layout_cast(mgpu.load(ref.at[pl.ds(first_row, m)], layout=layout, optimized=False), layout)
+            @pl.loop(jnp.maximum(num_tiles * steps - slots, 0), num_tiles * steps)
+            def _(step):  # a program must not end before its partner has read what both were sent
+                mgpu.barrier_wait(emptied.at[lax.rem(step, slots)])
 
-                def epilogue(run):
-                    @functools.partial(pl.run_scoped, accumulator=mgpu.ACC((m, n), jnp.float32))
-                    def _(accumulator):
-                        run(accumulator)
-                        x = model_logits(accumulator[...], options.scale, options.soft_cap)
-                        if vocab % cta_n:
-                            token = first_id + lax.broadcasted_iota(jnp.int32, (m, n), 1)
-                            x = jnp.where(token < vocab, x, -jnp.inf)
-                        my_t = row_vector(t_gmem)
-                        inverse_t = inverse_temperature(my_t)
-                        if wanted == "mass":
-                            *values, best = mass_in_registers(x, inverse_t, first_id)
-                        else:
-                            my_words = tuple(map(row_vector, words_gmem))
-                            *values, best = race_in_registers(mgpu, x, my_words, my_t, inverse_t, first_id, with_model)
-                        mgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        for i, value in enumerate(values):
-                            floats[wg, i] = value
-                        ids[wg] = best
-                        mgpu.commit_smem()
-                        tile = vocab_tile if tiles.split_rows else 2 * vocab_tile + wg
-                        for i in range(num_floats):
-                            mgpu.copy_smem_to_gmem(floats.at[wg, i], floats_gmem[i].at[tile, pl.ds(first_row, m)])
-                        mgpu.copy_smem_to_gmem(ids.at[wg], ids_gmem.at[tile, pl.ds(first_row, m)])
+        def compute():
+            mgpu.set_max_registers(232, action="increase")
+            first_row = row_tile * cta_m + (wg * m if tiles.split_rows else 0)
+            my_rows = pl.ds(wg * m, m) if tiles.split_rows else slice(None)
+            my_vocab = slice(None) if tiles.split_rows else pl.ds(wg * n, n)
+            row_layout = mgpu.Layout.WGMMA.reduce(1)
 
-                def step(_, h_smem, w_smem, accumulator):
-                    table = w_smem.at[my_vocab].transpose((1, 0)) if vocab_axis == 0 else w_smem.at[:, my_vocab]
-                    mgpu.wgmma(accumulator, h_smem.at[my_rows], table)
-                    mgpu.wgmma_wait(0)
-                    return accumulator
+            def row_vector(ref):
+                return mgpu.layout_cast(mgpu.load(ref, layout=row_layout, optimized=False), row_layout)
 
-                my_w = w_gmem.at[(slice(None),) * vocab_axis + (pl.ds(vocab_tile * cta_n, cta_n),)]
-                pipeline(step, epilogue)(h_gmem.at[pl.ds(row_tile * cta_m, cta_m), :], my_w, allocations=buffers)
+            for i, empty in enumerate(empties):
+                floats[wg, i] = mgpu.layout_cast(jnp.full((m,), empty, jnp.float32), row_layout)
+            ids[wg] = mgpu.layout_cast(jnp.full((m,), race.NO_ID, jnp.int32), row_layout)
 
-        mgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            @pl.loop(0, num_tiles)
+            def _(turn):
+                first_id = (walker + turn * walkers) * cta_n + (0 if tiles.split_rows else wg * n)
 
+                @functools.partial(pl.run_scoped, accumulator=mgpu.ACC((m, n), jnp.float32))
+                def _(accumulator):
+                    def multiply(j):
+                        slot = lax.rem(turn * steps + j, slots)
+                        mgpu.barrier_wait(filled.at[slot])
+                        table = w_smem.at[slot]
+                        table = table.at[my_vocab].transpose((1, 0)) if vocab_axis == 0 else table.at[:, my_vocab]
+                        mgpu.wgmma(accumulator, h_smem.at[slot].at[my_rows], table)
+
+                    def release(j):
+                        mgpu.barrier_arrive(emptied.at[lax.rem(turn * steps + j, slots)])
+
+                    multiply(0)
+                    if wanted == "race":  # while the tensor cores are at work
+                        words = tuple(row_vector(ref.at[pl.ds(first_row, m)]) for ref in words_gmem)
+                        for c in range(0, columns_of_noise, 8):
+                            gumbels[wg, :, c:c + 8] = noise_of_groups(words, first_id + noise.GROUP * c, (m, 8))
+
+                    @pl.loop(1, steps)
+                    def _(j):
+                        multiply(j)
+                        mgpu.wgmma_wait(1)
+                        release(j - 1)
+
+                    x = accumulator[...]
+                    release(steps - 1)
+                    x = model_logits(x, options.scale, options.soft_cap)
+                    if vocab % cta_n:
+                        x = jnp.where(first_id + columns((m, n)) < vocab, x, -jnp.inf)
+                    my_t = row_vector(t_gmem.at[pl.ds(first_row, m)])
+                    inverse_t = inverse_temperature(my_t)
+                    if wanted == "mass":
+                        new = mass_in_registers(x, inverse_t, first_id)
+                    else:
+                        gumbel = mgpu.load(gumbels.at[wg], layout=mgpu.Layout.WGMMA, optimized=False)
+                        new = race_in_registers(mgpu, x, mgpu.layout_cast(gumbel, mgpu.Layout.WGMMA), my_t, inverse_t, first_id,
+                                                with_model)
+                    old = [*(row_vector(floats.at[wg, i]) for i in range(num_floats)), row_vector(ids.at[wg])]
+                    *values, best = merge_rows(old, new, inverse_t)
+                    for i, value in enumerate(values):
+                        floats[wg, i] = value
+                    ids[wg] = best
+
+            mgpu.commit_smem()
+            piece = walker if tiles.split_rows else 2 * walker + wg
+            for i in range(num_floats):
+                mgpu.copy_smem_to_gmem(floats.at[wg, i], floats_gmem[i].at[piece, pl.ds(first_row, m)])
+            mgpu.copy_smem_to_gmem(ids.at[wg], ids_gmem.at[piece, pl.ds(first_row, m)])
+            mgpu.wait_smem_to_gmem(0)
+
+        lax.cond(wg == 2, fetch, compute)
+
+    pieces = walkers if tiles.split_rows else 2 * walkers
     return mgpu.kernel(
-        kernel, out_type=[jax.ShapeDtypeStruct((warpgroup_tiles, rows), dtype)
+        kernel, out_type=[jax.ShapeDtypeStruct((pieces, rows), dtype)
                           for dtype in (jnp.float32,) * num_floats + (jnp.int32,)],
-        grid=(num_sms,), grid_names=("sm",), num_threads=3, thread_name="wg",
+        grid=(walkers * row_tiles // pair,), grid_names=("program",), num_threads=3, thread_name="wg", scratch_types=scratch,
+        **({"cluster": (2,), "cluster_names": ("pair",)} if tiles.pair_rows else {}),
         compiler_params=mgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Warpgroup))(
             h, w, *vectors)
 

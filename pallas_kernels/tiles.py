@@ -31,10 +31,12 @@ class TritonTiles:
 class MosaicTiles:
     """Two warpgroups score 64 rows x `vocab` ids each, `d_model` coordinates at a time, `steps` fetches in flight.
 
-    `split_rows`: they share the ids and split 128 rows; otherwise they share 64 rows and split the ids.
+    `split_rows`: they share the ids and split 128 rows; otherwise they share 64 rows and split the ids. `pair_rows`: two
+    programs with neighbouring rows read each tile of the vocabulary once for both.
     """
 
     split_rows: bool = False
     vocab: int = 128
     d_model: int = 64
     steps: int = 4
+    pair_rows: bool = False

@@ -14,11 +14,11 @@ from tests import heads, oracles
 mgpu = _compat.pallas_mosaic()
 
 
-def mosaic_stage1(h, w, words, t, options, *, vocab, vocab_axis=0, tiles=None, wanted="race"):
-    """The Mosaic GPU kernel under its interpreter, on one multiprocessor, merged."""
+def mosaic_stage1(h, w, words, t, options, *, vocab, vocab_axis=0, tiles=None, wanted="race", num_sms=1):
+    """The Mosaic GPU kernel under its interpreter, merged."""
     with mgpu.force_gpu_interpret_mode(mgpu.InterpretGPUParams()):
         out = mosaic.launch(h, w, words, t, options, mgpu=mgpu, wanted=wanted, vocab=vocab, vocab_axis=vocab_axis,
-                            with_model=wanted == "race", tiles=tiles, num_sms=1)
+                            with_model=wanted == "race", tiles=tiles, num_sms=num_sms)
     out = [x[:, :h.shape[0]] for x in out]
     if wanted == "mass":
         return race.merge_masses(race.Mass(out[0], out[2], out[1]), t)
@@ -27,16 +27,18 @@ def mosaic_stage1(h, w, words, t, options, *, vocab, vocab_axis=0, tiles=None, w
     return race.merge(race.Race(high, low, winner, top, total), t), model
 
 
-@pytest.mark.parametrize("vocab_axis, rows, tiles", [
-    (0, 5, None), (1, 100, None), (0, 70, MosaicTiles(True, 128, 64, 2)), (1, 64, MosaicTiles(False, 64, 64, 2))])
-def test_interpreted_mosaic_kernel_equals_the_oracle(vocab_axis, rows, tiles):
+@pytest.mark.parametrize("vocab_axis, rows, num_sms, tiles", [
+    (0, 5, 2, None), (1, 100, 1, None), (0, 70, 1, MosaicTiles(True, 128, 64, 2)), (1, 64, 1, MosaicTiles(False, 64, 64, 2)),
+    (0, 130, 4, MosaicTiles(True, 64, 64, 2, True)), (0, 130, 1, MosaicTiles(True, 128, 64, 2))])
+def test_interpreted_mosaic_kernel_equals_the_oracle(vocab_axis, rows, num_sms, tiles):
     vocab, width = 509, 576
     h, w = heads.exact_head(width, 128, rows, jnp.bfloat16, vocab_axis)
     _, words = heads.keys_of(9, rows)
     arrays = tuple(jnp.asarray(words.T))
     t = np.random.default_rng(0).choice([0.0, 1e-6, 0.5, 1.0, 2.0], rows)
     options = Elementwise(0.5, 6.0)
-    won, mass = mosaic_stage1(h, w, arrays, canonical_temperature(t), options, vocab=vocab, vocab_axis=vocab_axis, tiles=tiles)
+    table = {"vocab": vocab, "vocab_axis": vocab_axis, "tiles": tiles, "num_sms": num_sms}
+    won, mass = mosaic_stage1(h, w, arrays, canonical_temperature(t), options, **table)
     out = finish.finish(h, w, arrays, canonical_temperature(t), options, won, mass, vocab=vocab, vocab_axis=vocab_axis)
     laws = oracles.processed_logits(heads.exact_logits(h, w, vocab_axis), scale=0.5, soft_cap=6.0, valid_vocab=vocab)
     heads.assert_pathwise(out.token, laws.processed, words, t)
@@ -44,7 +46,7 @@ def test_interpreted_mosaic_kernel_equals_the_oracle(vocab_axis, rows, tiles):
     tempered = oracles.log_softmax(laws.processed, t)[i, out.token]
     np.testing.assert_allclose(out.tempered_log_prob, tempered, rtol=1e-5, atol=2e-5)
     np.testing.assert_allclose(out.model_log_prob, oracles.log_softmax(laws.model)[i, out.token], atol=2e-5)
-    mass = mosaic_stage1(h, w, arrays, canonical_temperature(t), options, vocab=vocab, vocab_axis=vocab_axis, wanted="mass")
+    mass = mosaic_stage1(h, w, arrays, canonical_temperature(t), options, wanted="mass", **table)
     np.testing.assert_array_equal(mass.argmax, laws.processed.argmax(-1))
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import noise, race, triton_finish
+from pallas_kernels import noise, race, triton_merge
 from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.logits import Elementwise, inverse_temperature, model_logits
 from pallas_kernels.tiles import MosaicTiles
@@ -63,26 +63,36 @@ def noise_of_groups(words, first_id, shape):
     return noise.gumbel(spread(words[0]), spread(words[1]), stream, ids)
 
 
-def race_in_registers(mgpu, x, gumbel, t, inverse_t, first_id, with_model):
-    """(high, low, top, total[, model total], winner) `[rows]` of logits `[rows, n]`, as `race.race_of` with rows first.
+def gather_groups(mgpu, x, scales):
+    """(top, totals) `[rows, groups]` of logits `[rows, n]`, a total for each scale.
 
-    Group masses are gathered into one matrix of the shape of `gumbel`, `[rows, groups]`: row vectors are held by four lanes
-    each, so work on them is done four times over. The spare columns of that matrix have no mass.
+    Row vectors are held by four lanes each, so work on them is done four times over: the masses of eight groups are put into
+    one matrix, and the matrices side by side. Spare columns have no mass.
     """
     rows, groups = x.shape[0], x.shape[1] // noise.GROUP
-    shape = gumbel.shape
+    shape = (rows, 8)
     column, spread, spread_group = columns(shape), over(shape), over((rows, noise.GROUP))
+    parts = []
+    for first in range(0, groups, 8):
+        tops, totals = jnp.full(shape, -jnp.inf, jnp.float32), [jnp.zeros(shape, jnp.float32) for _ in scales]
+        for g in range(first, min(first + 8, groups)):
+            part = x[:, g * noise.GROUP:(g + 1) * noise.GROUP]
+            top = jnp.max(part, axis=1)
+            below = part - spread_group(race.finite_or_zero(top))
+            tops = jnp.where(column == g - first, spread(top), tops)
+            for i, scale in enumerate(scales):
+                total = jnp.sum(jnp.exp2(below * spread_group(scale)), axis=1)
+                totals[i] = jnp.where(column == g - first, spread(total), totals[i])
+        parts.append([mgpu.layout_cast(v, mgpu.Layout.WGMMA) for v in (tops, *totals)])
+    return [jnp.concatenate(part, axis=1) if len(part) > 1 else part[0] for part in zip(*parts, strict=True)]
+
+
+def race_in_registers(mgpu, x, gumbel, t, inverse_t, first_id, with_model):
+    """(high, low, top, total[, model total], winner) `[rows]` of logits `[rows, n]`, as `race.race_of` with rows first."""
+    shape = gumbel.shape
+    column, spread = columns(shape), over(shape)
     scales = [inverse_t * LOG2_E] + ([jnp.full_like(inverse_t, LOG2_E)] if with_model else [])
-    tops, totals = jnp.full(shape, -jnp.inf, jnp.float32), [jnp.zeros(shape, jnp.float32) for _ in scales]
-    for g in range(groups):
-        part = x[:, g * noise.GROUP:(g + 1) * noise.GROUP]
-        top = jnp.max(part, axis=1)
-        below = part - spread_group(race.finite_or_zero(top))
-        tops = jnp.where(column == g, spread(top), tops)
-        for i, scale in enumerate(scales):
-            total = jnp.sum(jnp.exp2(below * spread_group(scale)), axis=1)
-            totals[i] = jnp.where(column == g, spread(total), totals[i])
-    tops, *totals = (mgpu.layout_cast(v, mgpu.Layout.WGMMA) for v in (tops, *totals))
+    tops, *totals = gather_groups(mgpu, x, scales)
     high, low = race.scores(tops, totals[0], gumbel, spread(t))
     best_high = jnp.max(high, axis=1)
     tied = high == spread(best_high)
@@ -110,26 +120,25 @@ def lowest(condition, column, n, first_id, step):
 
 
 def merge_rows(old, new, inverse_t):
-    """As `race.merge` or `race.merge_masses` of two, `([high, low,] top, total[, model total], id)` each. The ids of `new`
-    are larger, so what is equal stays with `old`."""
+    """As `race.merge` or `race.merge_masses` of two, `([high, low,] top, total[, model total], id)` each, and where `new` has
+    the better one. The ids of `new` are larger, so what is equal stays with `old`."""
     num_scores = 2 if len(old) > 3 else 0
-    scales = (inverse_t * LOG2_E, LOG2_E)
-    (*old_scores, old_top), (*new_scores, new_top) = old[:num_scores + 1], new[:num_scores + 1]
+    old_top, new_top = old[num_scores], new[num_scores]
     top = jnp.maximum(old_top, new_top)
     finite = race.finite_or_zero(top)
     totals = [a * jnp.exp2((old_top - finite) * scale) + b * jnp.exp2((new_top - finite) * scale) for a, b, scale
-              in zip(old[num_scores + 1:-1], new[num_scores + 1:-1], scales[:len(old) - num_scores - 2], strict=True)]
+              in zip(old[num_scores + 1:-1], new[num_scores + 1:-1], (inverse_t * LOG2_E, LOG2_E), strict=False)]
+    better = new_top > old_top
     if num_scores:
-        (old_high, old_low), (new_high, new_low) = old_scores, new_scores
-        better = (new_high > old_high) | ((new_high == old_high) & (new_low > old_low))
-        scores = [jnp.where(better, new_high, old_high), jnp.where(better, new_low, old_low)]
-    else:
-        better, scores = new_top > old_top, []
-    return *scores, top, *totals, jnp.where(better, new[-1], old[-1])
+        better = (new[0] > old[0]) | ((new[0] == old[0]) & (new[1] > old[1]))
+    scores = [jnp.where(better, b, a) for a, b in zip(old[:num_scores], new[:num_scores], strict=True)]
+    return [*scores, top, *totals, jnp.where(better, new[-1], old[-1])], better
 
 
 def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_model, tiles, num_sms):
-    """Runs the kernel; float outputs and ids, each `[pieces of the vocabulary, rows padded to whole tiles]`.
+    """Runs the kernel; the leaves of a race (high, low, top, total[, model total], winner) or a mass (top, total, argmax), each
+    `[pieces of the vocabulary, rows padded to whole tiles]`, and after a race the model logits of each winning group `[pieces,
+    rows, 16]`.
 
     A program keeps one tile of rows and walks over every n-th tile of the vocabulary; its third warpgroup fetches ahead, over
     the ends of tiles too, so that memory never waits for an epilogue.
@@ -150,13 +159,13 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         return [jnp.concatenate(part, 1) for part in zip(*parts, strict=True)]
     rows = row_tiles * cta_m
     walkers = min(num_sms // row_tiles, vocab_tiles)  # programs that share the vocabulary of one tile of rows
-    if num_rows > 8:  # bulk copies fill what lies outside with zeros, but count rows in eights
-        h = jnp.pad(h, ((0, -num_rows % 8), (0, 0)))
-    vectors = [jnp.pad(t, (0, rows - num_rows), constant_values=1.0)]
-    if wanted == "race":
-        vectors += [jnp.pad(x, (0, rows - num_rows)) for x in keys]
+    # Only rows that exist are copied, counted in eights: what lies outside an array is slow to fill, and rows of the tile that
+    # hold nothing multiply to nothing that is read.
+    h = jnp.pad(h, ((0, -num_rows % 8), (0, 0)))
+    h_rows = min(cta_m, h.shape[0])
+    vectors = jnp.pad(triton_merge.pack(t, keys if wanted == "race" else ()), ((0, 0), (0, rows - num_rows)))
     num_floats = 2 if wanted == "mass" else 4 + with_model
-    columns_of_noise = -(-n // (8 * noise.GROUP)) * 8  # the layout wants a multiple of 8
+    noises = -(-n // (8 * noise.GROUP))  # noise is made for eight groups at a time
     empties = (-jnp.inf, 0.0) if wanted == "mass" else (-jnp.inf, 0.0, -jnp.inf, 0.0, 0.0)[:num_floats]
 
     def buffer(shape):
@@ -167,12 +176,14 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     barrier = functools.partial(mgpu.ClusterBarrier, collective_axes=("pair",)) if tiles.pair_rows else mgpu.Barrier
     scratch = {"h_smem": buffer((cta_m, k)), "w_smem": buffer((cta_n, k) if vocab_axis == 0 else (k, cta_n)),
                "filled": mgpu.Barrier(num_arrivals=2, num_barriers=slots), "emptied": barrier(num_arrivals=2, num_barriers=slots),
-               "floats": mgpu.SMEM((2, num_floats, m), jnp.float32), "ids": mgpu.SMEM((2, m), jnp.int32)}
+               "started": mgpu.Barrier(), "floats": mgpu.SMEM((2, num_floats, m), jnp.float32), "ids": mgpu.SMEM((2, m), jnp.int32)}
     if wanted == "race":
-        scratch["gumbels"] = mgpu.SMEM((2, m, columns_of_noise), jnp.float32)
+        scratch |= {"gumbels": mgpu.SMEM((2, m, 8 * noises), jnp.float32),
+                    "winners": mgpu.SMEM((2, m, noise.GROUP), jnp.float32)}
 
-    def kernel(h_gmem, w_gmem, t_gmem, *refs, h_smem, w_smem, filled, emptied, floats, ids, gumbels=None):
-        words_gmem, (*floats_gmem, ids_gmem) = refs[:len(vectors) - 1], refs[len(vectors) - 1:]
+    def kernel(h_gmem, w_gmem, vectors_gmem, *out_gmem, h_smem, w_smem, filled, emptied, started, floats, ids, gumbels=None,
+               winners=None):
+        floats_gmem, ids_gmem, winners_gmem = out_gmem[:num_floats], out_gmem[num_floats], out_gmem[num_floats + 1:]
         wg, program = lax.axis_index("wg"), lax.axis_index("program")
         row_tile = lax.rem(program, row_tiles // pair) * pair + (lax.axis_index("pair") if tiles.pair_rows else 0)
         walker = lax.div(program, row_tiles // pair)
@@ -193,7 +204,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                         mgpu.barrier_wait(emptied.at[slot])
 
                     d_slice, vocab_slice = pl.ds(j * k, k), pl.ds((walker + turn * walkers) * cta_n, cta_n)
-                    mgpu.copy_gmem_to_smem(h_gmem.at[pl.ds(row_tile * cta_m, cta_m), d_slice], h_smem.at[slot], filled.at[slot])
+                    mgpu.copy_gmem_to_smem(h_gmem.at[pl.ds(row_tile * cta_m, h_rows), d_slice], h_smem.at[slot, 0:h_rows],
+                                           filled.at[slot])
                     mgpu.copy_gmem_to_smem(w_gmem.at[(vocab_slice, d_slice)[::1 - 2 * vocab_axis]], w_smem.at[slot],
                                            filled.at[slot], collective_axes="pair" if tiles.pair_rows else None)
 
@@ -214,6 +226,12 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
             for i, empty in enumerate(empties):
                 floats[wg, i] = mgpu.layout_cast(jnp.full((m,), empty, jnp.float32), row_layout)
             ids[wg] = mgpu.layout_cast(jnp.full((m,), race.NO_ID, jnp.int32), row_layout)
+            if wanted == "race":
+                winners[wg] = mgpu.layout_cast(jnp.zeros((m, noise.GROUP), jnp.float32), mgpu.Layout.WGMMA)
+
+            @pl.when(wg == 1)  # half a step behind the other: the tensor cores work on while one of the two draws
+            def _():
+                mgpu.barrier_wait(started)
 
             @pl.loop(0, num_tiles)
             def _(turn):
@@ -232,12 +250,21 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                         mgpu.barrier_arrive(emptied.at[lax.rem(turn * steps + j, slots)])
 
                     multiply(0)
-                    if wanted == "race":  # while the tensor cores are at work
-                        words = tuple(row_vector(ref.at[pl.ds(first_row, m)]) for ref in words_gmem)
-                        for c in range(0, columns_of_noise, 8):
-                            gumbels[wg, :, c:c + 8] = noise_of_groups(words, first_id + noise.GROUP * c, (m, 8))
+                    if wanted == "race":  # noise is made while the tensor cores are at work
+                        words = [row_vector(vectors_gmem.at[1 + i, pl.ds(first_row, m)]) for i in range(len(keys))]
+                    for c in range(noises):
+                        if 0 < c < steps:
+                            multiply(c)
+                            mgpu.wgmma_wait(1)
+                            release(c - 1)
+                        if wanted == "race":
+                            gumbels[wg, :, 8 * c:8 * c + 8] = noise_of_groups(words, first_id + 8 * noise.GROUP * c, (m, 8))
 
-                    @pl.loop(1, steps)
+                    @pl.when((turn == 0) & (wg == 0))
+                    def _():
+                        mgpu.barrier_arrive(started)
+
+                    @pl.loop(min(noises, steps), steps)
                     def _(j):
                         multiply(j)
                         mgpu.wgmma_wait(1)
@@ -248,7 +275,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                     x = model_logits(x, options.scale, options.soft_cap)
                     if vocab % cta_n:
                         x = jnp.where(first_id + columns((m, n)) < vocab, x, -jnp.inf)
-                    my_t = row_vector(t_gmem.at[pl.ds(first_row, m)])
+                    my_t = lax.bitcast_convert_type(row_vector(vectors_gmem.at[0, pl.ds(first_row, m)]), jnp.float32)
                     inverse_t = inverse_temperature(my_t)
                     if wanted == "mass":
                         new = mass_in_registers(x, inverse_t, first_id)
@@ -257,41 +284,50 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                         new = race_in_registers(mgpu, x, mgpu.layout_cast(gumbel, mgpu.Layout.WGMMA), my_t, inverse_t, first_id,
                                                 with_model)
                     old = [*(row_vector(floats.at[wg, i]) for i in range(num_floats)), row_vector(ids.at[wg])]
-                    *values, best = merge_rows(old, new, inverse_t)
+                    (*values, best), better = merge_rows(old, new, inverse_t)
                     for i, value in enumerate(values):
                         floats[wg, i] = value
                     ids[wg] = best
+                    if wanted == "race":
+                        spread = over((m, noise.GROUP))
+                        group = mgpu.layout_cast(mgpu.load(winners.at[wg], layout=mgpu.Layout.WGMMA, optimized=False),
+                                                 mgpu.Layout.WGMMA)
+                        for start in range(0, n, noise.GROUP):
+                            group = jnp.where(spread(better & (best == first_id + start)), x[:, start:start + noise.GROUP], group)
+                        winners[wg] = group
 
             mgpu.commit_smem()
             piece = walker if tiles.split_rows else 2 * walker + wg
             for i in range(num_floats):
                 mgpu.copy_smem_to_gmem(floats.at[wg, i], floats_gmem[i].at[piece, pl.ds(first_row, m)])
             mgpu.copy_smem_to_gmem(ids.at[wg], ids_gmem.at[piece, pl.ds(first_row, m)])
+            if wanted == "race":
+                mgpu.copy_smem_to_gmem(winners.at[wg], winners_gmem[0].at[piece, pl.ds(first_row, m)])
             mgpu.wait_smem_to_gmem(0)
 
         lax.cond(wg == 2, fetch, compute)
 
     pieces = walkers if tiles.split_rows else 2 * walkers
+    out_type = [jax.ShapeDtypeStruct((pieces, rows), dtype) for dtype in (jnp.float32,) * num_floats + (jnp.int32,)]
+    if wanted == "race":
+        out_type.append(jax.ShapeDtypeStruct((pieces, rows, noise.GROUP), jnp.float32))
     return mgpu.kernel(
-        kernel, out_type=[jax.ShapeDtypeStruct((pieces, rows), dtype)
-                          for dtype in (jnp.float32,) * num_floats + (jnp.int32,)],
+        kernel, out_type=out_type,
         grid=(walkers * row_tiles // pair,), grid_names=("program",), num_threads=3, thread_name="wg", scratch_types=scratch,
         **({"cluster": (2,), "cluster_names": ("pair",)} if tiles.pair_rows else {}),
         compiler_params=mgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Warpgroup))(
-            h, w, *vectors)
+            h, w, vectors)
 
 
 def piece(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, sample=0, vocab_axis=0, precision=None,
           with_model=False, tiles=None, num_sms=132) -> Piece:
     """As `xla.piece`. `mgpu` and `plt` are jax's Mosaic GPU and Triton modules: the finish is a Triton kernel."""
     del precision  # products of 16-bit floats are exact in float32
-    high, low, top, total, *model, winner = launch(
+    high, low, top, total, *model, winner, logits = launch(
         h, w, keys, t, options, mgpu=mgpu, wanted="race", vocab=vocab, vocab_axis=vocab_axis, with_model=with_model,
         tiles=tiles, num_sms=num_sms)
-    # Without bias and mask the processed logits are the model's, so the two laws share `top`.
-    model = race.Mass(top, winner, model[0]) if with_model else None
-    return triton_finish.finish(h, w, keys, t, options, race.Race(high, low, winner, top, total), model, plt=plt, vocab=vocab,
-                                sample=sample, vocab_axis=vocab_axis)
+    return triton_merge.merge(keys, t, race.Race(high, low, winner, top, total), model[0] if with_model else None, logits,
+                              plt=plt, vocab=vocab, sample=sample)
 
 
 def draw(*arguments, **options) -> Draw:

@@ -6,29 +6,31 @@ import numpy as np
 import pytest
 
 from gumbeljax import _compat
-from pallas_kernels import finish, mosaic, race
+from pallas_kernels import mosaic, race, triton_merge
 from pallas_kernels.logits import Elementwise, canonical_temperature
 from pallas_kernels.tiles import MosaicTiles
 from tests import heads, oracles
 
-mgpu = _compat.pallas_mosaic()
+mgpu, plt = _compat.pallas_mosaic(), _compat.pallas_triton()
 
 
 def mosaic_stage1(h, w, words, t, options, *, vocab, vocab_axis=0, tiles=None, wanted="race", num_sms=1):
-    """The Mosaic GPU kernel under its interpreter, merged."""
+    """What the Mosaic GPU kernel returns under its interpreter, for the rows that exist."""
     with mgpu.force_gpu_interpret_mode(mgpu.InterpretGPUParams()):
         out = mosaic.launch(h, w, words, t, options, mgpu=mgpu, wanted=wanted, vocab=vocab, vocab_axis=vocab_axis,
                             with_model=wanted == "race", tiles=tiles, num_sms=num_sms)
-    out = [x[:, :h.shape[0]] for x in out]
-    if wanted == "mass":
-        return race.merge_masses(race.Mass(out[0], out[2], out[1]), t)
-    high, low, top, total, model, winner = out
-    model = race.merge_masses(race.Mass(top, winner, model), jnp.ones(1))
-    return race.merge(race.Race(high, low, winner, top, total), t), model
+    return [x[:, :h.shape[0]] for x in out]
+
+
+def mosaic_piece(h, w, words, t, options, *, vocab, **table):
+    """Both stages, the second under Triton's interpreter."""
+    high, low, top, total, model, winner, logits = mosaic_stage1(h, w, words, t, options, vocab=vocab, **table)
+    return triton_merge.merge(words, t, race.Race(high, low, winner, top, total), model, logits, plt=plt, vocab=vocab,
+                              interpret=True)
 
 
 @pytest.mark.parametrize("vocab_axis, rows, num_sms, tiles", [
-    (0, 5, 2, None), (1, 100, 1, None), (0, 70, 1, MosaicTiles(True, 128, 64, 2)), (1, 64, 1, MosaicTiles(False, 64, 64, 2)),
+    (0, 5, 2, None), (0, 140, 3, MosaicTiles(True, 256, 128, 2)), (1, 100, 1, None), (0, 70, 1, MosaicTiles(True, 128, 64, 2)), (1, 64, 1, MosaicTiles(False, 64, 64, 2)),
     (0, 130, 4, MosaicTiles(True, 64, 64, 2, True)), (0, 130, 1, MosaicTiles(True, 128, 64, 2))])
 def test_interpreted_mosaic_kernel_equals_the_oracle(vocab_axis, rows, num_sms, tiles):
     vocab, width = 509, 576
@@ -38,15 +40,15 @@ def test_interpreted_mosaic_kernel_equals_the_oracle(vocab_axis, rows, num_sms, 
     t = np.random.default_rng(0).choice([0.0, 1e-6, 0.5, 1.0, 2.0], rows)
     options = Elementwise(0.5, 6.0)
     table = {"vocab": vocab, "vocab_axis": vocab_axis, "tiles": tiles, "num_sms": num_sms}
-    won, mass = mosaic_stage1(h, w, arrays, canonical_temperature(t), options, **table)
-    out = finish.finish(h, w, arrays, canonical_temperature(t), options, won, mass, vocab=vocab, vocab_axis=vocab_axis)
+    out = mosaic_piece(h, w, arrays, canonical_temperature(t), options, **table).draw
     laws = oracles.processed_logits(heads.exact_logits(h, w, vocab_axis), scale=0.5, soft_cap=6.0, valid_vocab=vocab)
     heads.assert_pathwise(out.token, laws.processed, words, t)
     i = np.arange(rows)
     tempered = oracles.log_softmax(laws.processed, t)[i, out.token]
     np.testing.assert_allclose(out.tempered_log_prob, tempered, rtol=1e-5, atol=2e-5)
     np.testing.assert_allclose(out.model_log_prob, oracles.log_softmax(laws.model)[i, out.token], atol=2e-5)
-    mass = mosaic_stage1(h, w, arrays, canonical_temperature(t), options, wanted="mass", **table)
+    top, total, argmax = mosaic_stage1(h, w, arrays, canonical_temperature(t), options, wanted="mass", **table)
+    mass = race.merge_masses(race.Mass(top, argmax, total), canonical_temperature(t))
     np.testing.assert_array_equal(mass.argmax, laws.processed.argmax(-1))
 
 
@@ -56,8 +58,7 @@ def test_mosaic_marks_bad_rows(bad):
     h, w = heads.exact_head(512, 64, 3, jnp.bfloat16)
     words = tuple(jnp.asarray(heads.keys_of(0, 3)[1].T))
     t = jnp.array([0.0, 1.0, 0.3])
-    won, mass = mosaic_stage1(h.at[1, 0].set(bad), w, words, t, Elementwise(), vocab=512)
-    out = finish.finish(h.at[1, 0].set(bad), w, words, t, Elementwise(), won, mass, vocab=512)
+    out = mosaic_piece(h.at[1, 0].set(bad), w, words, t, Elementwise(), vocab=512).draw
     assert (np.asarray(out.token) == -1).tolist() == [False, True, False] and np.isnan(out.tempered_log_prob[1])
 
 
@@ -80,11 +81,11 @@ def test_a_shard_draws_with_the_noise_of_its_own_ids():
     """Two halves, the second with the id of its first token as a third key, merge to the race of the whole."""
     h, w = heads.exact_head(512, 64, 5, jnp.bfloat16)
     words, t = tuple(jnp.asarray(heads.keys_of(2, 5)[1].T)), jnp.ones(5)
-    halves = [mosaic_stage1(h, w[first:first + 256], (*words, jnp.full(5, first, jnp.uint32)), t, Elementwise(), vocab=256)[0]
+    halves = [mosaic_piece(h, w[first:first + 256], (*words, jnp.full(5, first, jnp.uint32)), t, Elementwise(), vocab=256).won
               for first in (0, 256)]
     halves[1] = halves[1]._replace(winner=halves[1].winner + 256)
     merged = race.merge(race.Race(*map(jnp.stack, zip(*halves, strict=True))), t)
-    whole = mosaic_stage1(h, w, words, t, Elementwise(), vocab=512)[0]
+    whole = mosaic_piece(h, w, words, t, Elementwise(), vocab=512).won
     np.testing.assert_array_equal(merged.winner, whole.winner)
     np.testing.assert_allclose(merged.high, whole.high, rtol=1e-6)
     assert {0, 1} == set(np.asarray(whole.winner) // 256)

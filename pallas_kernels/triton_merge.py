@@ -1,0 +1,66 @@
+"""Stage 2 where stage 1 kept the logits of its winners: a program per row merges the pieces of the vocabulary and draws."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import finish, noise, race
+from pallas_kernels.finish import Draw, Piece
+from pallas_kernels.triton_finish import like
+
+
+def pack(t, keys):
+    """t and the keys as one uint32 `[1 + keys, rows]`: one small kernel makes it, and no others are launched."""
+    return jnp.stack([lax.bitcast_convert_type(t, jnp.uint32), *keys])
+
+
+def kernel(
+    vectors_ref,  # u32 [1 + keys, rows]: temperature, key words, first id of a shard
+    *refs,  # f32, winner i32 [pieces, rows]: high, low, winner, top, total(, model total); logits f32 [pieces, rows, 16]; outputs
+    with_model, num_keys, sample, plt, vocab, num_pieces,
+):
+    """What one program does: the draw of its row."""
+    race_refs, logits_ref, out_refs = refs[:5 + with_model], refs[5 + with_model], refs[6 + with_model:]
+    row = pl.program_id(0)
+    zero = row - row  # a start that is not a constant: JAX refuses slices that it can see to end out of bounds, masked or not
+    padded = pl.next_power_of_2(num_pieces)
+    piece = lax.broadcasted_iota(jnp.int32, (padded,), 0)
+    t = lax.bitcast_convert_type(plt.load(vectors_ref.at[zero, row]), jnp.float32)[None]
+    keys = tuple(plt.load(vectors_ref.at[zero + 1 + i, row])[None] for i in range(num_keys))
+    empties = (-jnp.inf, 0.0, race.NO_ID, -jnp.inf, 0.0, 0.0)
+    high, low, winner, top, total, *model_total = (
+        plt.load(ref.at[pl.ds(zero, padded), row], mask=piece < num_pieces, other=other)[:, None]
+        for ref, other in zip(race_refs, empties, strict=False))
+    won = race.merge(race.Race(high, low, winner, top, total), t)
+    where = jnp.sum(jnp.where((winner == won.winner) & (winner != race.NO_ID), piece[:, None], 0))
+    logits = plt.load(logits_ref.at[where, row, pl.ds(0, noise.GROUP)])[:, None]
+    first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
+    ids = first[None] + lax.broadcasted_iota(jnp.int32, (noise.GROUP, 1), 0)
+    logits = jnp.where(ids < vocab, logits, -jnp.inf)
+    model_mass = None
+    if with_model:
+        model_top, model_sum = race.mass_of(top, model_total[0], jnp.ones_like(t))
+        model_mass = race.Mass(model_top, won.winner, model_sum)
+    draw = finish.draw_in_group(keys, t, won, model_mass, first, ids, logits, logits, vocab=vocab, sample=sample)
+    outputs = draw.token, draw.model_log_prob, draw.tempered_log_prob, draw.log_normalizer, won, model_mass
+    for ref, value in zip(out_refs, jax.tree.leaves(outputs), strict=True):
+        plt.store(ref.at[pl.ds(row, 1)], value)
+
+
+def merge(keys, t, pieces: race.Race, model_total, logits, *, plt, vocab, sample=0, interpret=False) -> Piece:
+    """As `finish.finish`, from the unmerged leaves `[pieces, rows]` of stage 1 and the model logits of each piece's winning
+    group `[pieces, rows, 16]`. Without bias and mask the processed logits are the model's, so the two laws share `top`."""
+    num_rows, with_model = t.shape[0], model_total is not None
+    arguments = [pack(t, keys), *pieces, *([model_total] if with_model else []), logits]
+    body = functools.partial(kernel, with_model=with_model, num_keys=len(keys), sample=sample, plt=plt, vocab=vocab,
+                             num_pieces=pieces.high.shape[0])
+    f32, i32 = (like(arguments, (num_rows,), dtype) for dtype in (jnp.float32, jnp.int32))
+    outputs = (i32, f32, f32, f32, race.Race(f32, f32, i32, f32, f32), race.Mass(f32, i32, f32) if with_model else None)
+    out = pl.pallas_call(
+        body, grid=(num_rows,), out_shape=jax.tree.leaves(outputs), interpret=interpret, name="gumbeljax_merge",
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1))(*arguments)
+    token, model_log_prob, tempered, log_normalizer, won, mass = jax.tree.unflatten(jax.tree.structure(outputs), out)
+    return Piece(Draw(token, model_log_prob, tempered, tempered, log_normalizer), won, mass)

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import noise, race, triton_merge
 from pallas_kernels.finish import Draw, Piece
-from pallas_kernels.logits import Elementwise, model_logits
-from pallas_kernels.mosaic_race import Running, Tile, columns, mass_steps, race_steps, row_vector, start
+from pallas_kernels.logits import Elementwise, inverse_temperature, model_logits
+from pallas_kernels.mosaic_race import LOG2_E, Tile, columns, mass_steps, race_steps, row_vector
 from pallas_kernels.tiles import MosaicTiles
 
 def why_not(h, w, options, vocab_axis: int) -> str | None:
@@ -38,6 +38,13 @@ def choose_tiles(num_rows: int, d_model: int) -> MosaicTiles:
     if num_rows <= 64:
         return MosaicTiles(split_rows=False, vocab=64, d_model=128 if d_model % 128 == 0 else 64, steps=4)
     return MosaicTiles(split_rows=True, vocab=128, d_model=64, steps=6, pair_rows=-(-num_rows // 128) % 2 == 0)
+
+
+def last(steps, value=None):
+    """The last thing that a generator yields."""
+    for value in steps:  # noqa: B007, PLR1704
+        pass
+    return value
 
 
 def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_model, tiles, num_sms):
@@ -67,7 +74,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     # hold nothing multiply to nothing that is read.
     h = jnp.pad(h, ((0, -num_rows % 8), (0, 0)))
     h_rows = min(cta_m, h.shape[0])
-    vectors = jnp.pad(triton_merge.pack(t, keys if wanted == "race" else ()), ((0, 0), (0, rows - num_rows)))
+    vectors = triton_merge.pack(t, inverse_temperature(t) * LOG2_E, *(keys if wanted == "race" else ()))
+    vectors = jnp.pad(vectors, ((0, 0), (0, rows - num_rows)))
     num_floats = 2 if wanted == "mass" else 4 + with_model
 
     def buffer(shape):
@@ -120,9 +128,9 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
             first_row = row_tile * cta_m + (wg * m if tiles.split_rows else 0)
             my_rows = pl.ds(wg * m, m) if tiles.split_rows else slice(None)
             my_vocab = slice(None) if tiles.split_rows else pl.ds(wg * n, n)
-            running = Running(floats.at[wg], ids.at[wg], None if logits is None else logits.at[wg])
+            row_layout = mgpu.Layout.WGMMA.reduce(1)
 
-            def draw_steps(x, turn):
+            def draw_steps(x, turn, best):
                 """The steps of drawing from the raw logits x `[m, n]` of a tile."""
                 first_id = (walker + turn * walkers) * cta_n + (0 if tiles.split_rows else wg * n)
 
@@ -137,14 +145,14 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
 
                 tile = Tile(group, n // noise.GROUP, first_id)
                 mine = [row_vector(mgpu, vectors_gmem.at[i, pl.ds(first_row, m)]) for i in range(vectors.shape[0])]
-                my_t = lax.bitcast_convert_type(mine[0], jnp.float32)
+                my_t, scale = (lax.bitcast_convert_type(v, jnp.float32) for v in mine[:2])
                 if wanted == "mass":
-                    return mass_steps(mgpu, tile, my_t, running)
-                return race_steps(mgpu, tile, my_t, mine[1:], running)
+                    return mass_steps(tile, scale, best)
+                return race_steps(mgpu, tile, my_t, scale, mine[2:], best)
 
-            def multiply_tile(turn, x):
+            def multiply_tile(turn, carry):
                 """The raw logits of a tile; meanwhile, the draw from those of the tile before."""
-                drawing = draw_steps(x, turn - 1)
+                drawing = draw_steps(carry[0], turn - 1, carry[1:])
 
                 def multiply(accumulator):
                     def issue(j):
@@ -161,14 +169,13 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                         mgpu.wgmma_wait(1)
                         release(j - 1)
 
-                    unrolled = min(steps, n // noise.GROUP + 4)
+                    unrolled, best = min(steps, n // noise.GROUP + 4), None
                     for j in range(unrolled):
                         issue(j)
-                        next(drawing, None)
+                        best = next(drawing, best)
                         if j:
                             complete(j)
-                    for _ in drawing:
-                        pass
+                    best = last(drawing, best)
 
                     @pl.loop(unrolled, steps)
                     def _(j):
@@ -177,15 +184,23 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
 
                     x = accumulator[...]
                     release(steps - 1)
-                    return x
+                    return x, *best
 
                 return pl.run_scoped(multiply, mgpu.ACC((m, n), jnp.float32))
 
-            start(mgpu, running, m)
-            nothing = mgpu.layout_cast(jnp.full((m, n), -jnp.inf, jnp.float32), mgpu.Layout.WGMMA)
-            x = lax.fori_loop(0, num_tiles, multiply_tile, nothing)
-            for _ in draw_steps(x, num_tiles - 1):
-                pass
+            vector = lambda value, dtype: mgpu.layout_cast(jnp.full((m,), value, dtype), row_layout)  # noqa: E731
+            matrix = lambda value, width: mgpu.layout_cast(jnp.full((m, width), value), mgpu.Layout.WGMMA)  # noqa: E731
+            floats_of_nothing = (-jnp.inf, 0.0) if wanted == "mass" else (-jnp.inf, 0.0, -jnp.inf, 0.0, 0.0)[:num_floats]
+            nothing = *(vector(v, jnp.float32) for v in floats_of_nothing), vector(race.NO_ID, jnp.int32)
+            if wanted == "race":
+                nothing = *nothing, matrix(0.0, noise.GROUP)
+            x, *best = lax.fori_loop(0, num_tiles, multiply_tile, (matrix(-jnp.inf, n), *nothing))
+            best = last(draw_steps(x, num_tiles - 1, best))
+            for i in range(num_floats):
+                floats[wg, i] = best[i]
+            ids[wg] = best[num_floats]
+            if logits is not None:
+                logits[wg] = best[-1]
             mgpu.commit_smem()
             piece = walker if tiles.split_rows else 2 * walker + wg
             for i in range(num_floats):
@@ -200,7 +215,9 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     return mgpu.kernel(
         kernel, out_type=out_type, scratch_types=scratch, grid=(walkers * row_tiles // pair,), grid_names=("program",),
         num_threads=3, thread_name="wg", **({"cluster": (2,), "cluster_names": ("pair",)} if tiles.pair_rows else {}),
-        compiler_params=mgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Warpgroup))(h, w, vectors)
+        # Fast exp2 and log, good to 2^-22; the noise's inner logarithm is its own, and a soft cap needs a better tanh.
+        compiler_params=mgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Warpgroup,
+                                            approx_math=options.soft_cap is None))(h, w, vectors)
 
 
 def piece(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, sample=0, vocab_axis=0, precision=None,

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import noise, race
-from pallas_kernels.logits import inverse_temperature
 
 LOG2_E = 1.4426950408889634
 COLUMNS = 8  # groups in a tile at most, and what the layout wants a multiple of
@@ -23,15 +22,6 @@ class Tile(NamedTuple):
     group: Any
     num_groups: int
     first_id: Any
-
-
-class Running(NamedTuple):
-    """Where a warpgroup keeps what its tiles have said so far, in shared memory: floats `[n, rows]` in the order of `race.Race`
-    or `race.Mass` without the ids, ids `[rows]`, and for a race the winners' logits `[rows, 16]`."""
-
-    floats: Any
-    ids: Any
-    logits: Any = None
 
 
 def columns(shape):
@@ -57,38 +47,38 @@ def lowest(condition, column, n, first_id, step):
     return jnp.where(first > 0, first_id + step * (n - first), race.NO_ID)
 
 
-def start(mgpu, running: Running, rows):
-    """Writes that nothing has been seen."""
-    vector = lambda value, dtype: mgpu.layout_cast(jnp.full((rows,), value, dtype), mgpu.Layout.WGMMA.reduce(1))  # noqa: E731
-    empties = (-jnp.inf, 0.0) if running.logits is None else (-jnp.inf, 0.0, -jnp.inf, 0.0, 0.0)
-    for i in range(running.floats.shape[0]):
-        running.floats[i] = vector(empties[i], jnp.float32)
-    running.ids[...] = vector(race.NO_ID, jnp.int32)
-    if running.logits is not None:
-        running.logits[...] = mgpu.layout_cast(jnp.zeros((rows, noise.GROUP), jnp.float32), mgpu.Layout.WGMMA)
+def finite(top):
+    """`top`, or a finite number where it is -inf, so that `-inf - top` is -inf and not NaN. One instruction, where
+    `race.finite_or_zero` takes two."""
+    return jnp.maximum(top, -3.4e38)
 
 
 def merged_totals(old_top, new_top, old, new, scales):
     """The larger top, and the totals of both sides rescaled to it."""
     top = jnp.maximum(old_top, new_top)
-    down = [x - race.finite_or_zero(top) for x in (old_top, new_top)]
-    return top, [a * jnp.exp2(down[0] * scale) + b * jnp.exp2(down[1] * scale) for a, b, scale in zip(old, new, scales, strict=True)]
+    old_down, new_down = (x - finite(top) for x in (old_top, new_top))
+    return top, [a * jnp.exp2(old_down * scale) + b * jnp.exp2(new_down * scale) for a, b, scale in zip(old, new, scales, strict=True)]
 
 
-def race_steps(mgpu, tile: Tile, t, words, running: Running):
-    """Adds the race over a tile, as `race.race_of` and `race.merge`. A generator: each `next` does one step."""
+def race_steps(mgpu, tile: Tile, t, scale, words, best):
+    """Adds the race over a tile to `best`, as `race.race_of` and `race.merge`. `scale` is `log2(e) / T`.
+
+    `best` is what the tiles before said, row vectors: (high, low, top, total[, model total], winner), and the winner's logits
+    `[rows, 16]`. A generator: each `next` does one step, and the last thing that it yields is the new `best`.
+    """
+    (*old_scores, old_top), old_totals, old_winner, old_logits = best[:3], best[3:-2], best[-2], best[-1]
     rows = t.shape[0]
     shape = (rows, COLUMNS)
     column, spread, spread_group = columns(shape), over(shape), over((rows, noise.GROUP))
-    scales = [inverse_temperature(t) * LOG2_E, jnp.full_like(t, LOG2_E)][:running.floats.shape[0] - 3]
+    scales = [scale, jnp.full_like(t, LOG2_E)][:len(old_totals)]
     tops, totals = jnp.full(shape, -jnp.inf, jnp.float32), [jnp.zeros(shape, jnp.float32) for _ in scales]
     for g in range(tile.num_groups):
         x = tile.group(g)
         top = jnp.max(x, axis=1)
-        below = x - spread_group(race.finite_or_zero(top))
+        below = x - spread_group(finite(top))
         tops = jnp.where(column == g, spread(top), tops)
-        for i, scale in enumerate(scales):
-            total = jnp.sum(jnp.exp2(below * spread_group(scale)), axis=1)
+        for i, factor in enumerate(scales):
+            total = jnp.sum(jnp.exp2(below * spread_group(factor)), axis=1)
             totals[i] = jnp.where(column == g, spread(total), totals[i])
         yield
     tops, *totals = (mgpu.layout_cast(v, mgpu.Layout.WGMMA) for v in (tops, *totals))
@@ -103,37 +93,31 @@ def race_steps(mgpu, tile: Tile, t, words, running: Running):
     winner = lowest(tied & (low == spread(best_low)), column, COLUMNS, tile.first_id, noise.GROUP)
     yield
     top = jnp.max(tops, axis=1)
-    down = tops - spread(race.finite_or_zero(top))
-    totals = [jnp.sum(total * jnp.exp2(down * spread(scale)), axis=1) for total, scale in zip(totals, scales, strict=True)]
-    old_high, old_low, old_top, *old_totals = (row_vector(mgpu, running.floats.at[i]) for i in range(running.floats.shape[0]))
+    down = tops - spread(finite(top))
+    totals = [jnp.sum(total * jnp.exp2(down * spread(factor)), axis=1) for total, factor in zip(totals, scales, strict=True)]
     top, totals = merged_totals(old_top, top, old_totals, totals, scales)
     # Ids grow from tile to tile, so that of equal scores the older one is the one with the lowest id.
+    old_high, old_low = old_scores
     better = (best_high > old_high) | ((best_high == old_high) & (best_low > old_low))
-    values = jnp.where(better, best_high, old_high), jnp.where(better, best_low, old_low), top, *totals
-    for i, value in enumerate(values):
-        running.floats[i] = value
-    running.ids[...] = jnp.where(better, winner, row_vector(mgpu, running.ids))
     yield
-    layout = mgpu.Layout.WGMMA
-    logits = mgpu.layout_cast(mgpu.load(running.logits, layout=layout, optimized=False), layout)
+    logits = old_logits
     for g in range(tile.num_groups):
         logits = jnp.where(spread_group(better & (winner == tile.first_id + noise.GROUP * g)), tile.group(g), logits)
-    running.logits[...] = logits
+    yield (jnp.where(better, best_high, old_high), jnp.where(better, best_low, old_low), top, *totals,
+           jnp.where(better, winner, old_winner), logits)
 
 
-def mass_steps(mgpu, tile: Tile, t, running: Running):
-    """Adds the mass of a tile, as `race.mass_over` and `race.merge_masses`. A generator as `race_steps`."""
-    rows = t.shape[0]
-    spread = over((rows, noise.GROUP))
-    scale = inverse_temperature(t) * LOG2_E
-    column = columns((rows, noise.GROUP))
+def mass_steps(tile: Tile, scale, best):
+    """Adds the mass of a tile to `best`, (top, total, argmax), as `race.mass_over` and `race.merge_masses`. A generator as
+    `race_steps`."""
+    shape = (scale.shape[0], noise.GROUP)
+    column, spread = columns(shape), over(shape)
     for g in range(tile.num_groups):
+        old_top, old_total, old_id = best
         x = tile.group(g)
-        old_top, old_total, old_best = (*(row_vector(mgpu, running.floats.at[i]) for i in range(2)), row_vector(mgpu, running.ids))
         top = jnp.max(x, axis=1)
-        best = lowest(x == spread(top), column, noise.GROUP, tile.first_id + noise.GROUP * g, 1)
-        total = jnp.sum(jnp.exp2((x - spread(race.finite_or_zero(top))) * spread(scale)), axis=1)
+        first = lowest(x == spread(top), column, noise.GROUP, tile.first_id + noise.GROUP * g, 1)
+        total = jnp.sum(jnp.exp2((x - spread(finite(top))) * spread(scale)), axis=1)
         new_top, (total,) = merged_totals(old_top, top, [old_total], [total], [scale])
-        running.floats[0], running.floats[1] = new_top, total
-        running.ids[...] = jnp.where(top > old_top, best, old_best)
-        yield
+        best = new_top, total, jnp.where(top > old_top, first, old_id)
+        yield best

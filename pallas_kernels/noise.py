@@ -7,6 +7,7 @@ Source: J. K. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2
 """
 
 import jax.numpy as jnp
+from jax import lax
 
 GROUP = 16
 """Consecutive token ids (by absolute id) that share one group of the sampling law."""
@@ -39,13 +40,31 @@ def threefry2x32(key0, key1, counter0, counter1):
     return x0, x1
 
 
+# Minimax fit of (log(1 + f) - f + f^2 / 2) / f^3 on [-1/3, 1/3]: log(1 + f) to a relative 4e-8.
+LOG1P = (0.333332661, -0.25004238, 0.200079167, -0.164723218, 0.140423625, -0.151222089, 0.138199561)
+
+
+def log_below_one(v):
+    """`log(v)` for v in [2^-24, 1), float32, from the bits of `v = 2^e (1 + f)`, f in [-1/3, 1/3).
+
+    Written out so that it is the same on every backend, and accurate where a backend's own logarithm is only fast.
+    """
+    bits = lax.bitcast_convert_type(v, jnp.uint32) + jnp.uint32(25 << 23)  # of 2^25 v
+    exponent = (bits - jnp.uint32(0x3F2AAAAB)) >> jnp.uint32(23)  # e + 25; these are the bits of 2/3
+    f = lax.bitcast_convert_type(bits - (exponent << jnp.uint32(23)), jnp.float32) - 1.0
+    p = jnp.float32(LOG1P[-1])
+    for c in LOG1P[-2::-1]:
+        p = p * f + c
+    return (exponent.astype(jnp.int32).astype(jnp.float32) - 25.0) * 0.693147181 + (f + f * f * (p * f - 0.5))
+
+
 def exp1(u):
     """Standard exponential `-log1p(-u)` for u in (0, 1): a series below 2^-6, `-log(1 - u)` above.
 
     Written out because not every kernel backend has log1p, and its accuracy near 0 is where the large noise comes from.
     """
     series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * (0.25 + u * 0.2))))
-    return jnp.where(u < 2.0**-6, series, -jnp.log(1.0 - u))
+    return jnp.where(u < 2.0**-6, series, -log_below_one(1.0 - u))
 
 
 def uniform(word0, word1):

@@ -12,9 +12,9 @@ from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.triton_finish import like
 
 
-def pack(t, keys):
-    """t and the keys as one uint32 `[1 + keys, rows]`: one small kernel makes it, and no others are launched."""
-    return jnp.stack([lax.bitcast_convert_type(t, jnp.uint32), *keys])
+def pack(*vectors):
+    """Float32 and uint32 `[rows]` as one uint32 `[vectors, rows]`: one small kernel makes it, and no others are launched."""
+    return jnp.stack([lax.bitcast_convert_type(x, jnp.uint32) for x in vectors])
 
 
 def kernel(
@@ -54,7 +54,7 @@ def merge(keys, t, pieces: race.Race, model_total, logits, *, plt, vocab, sample
     """As `finish.finish`, from the unmerged leaves `[pieces, rows]` of stage 1 and the model logits of each piece's winning
     group `[pieces, rows, 16]`. Without bias and mask the processed logits are the model's, so the two laws share `top`."""
     num_rows, with_model = t.shape[0], model_total is not None
-    arguments = [pack(t, keys), *pieces, *([model_total] if with_model else []), logits]
+    arguments = [pack(t, *keys), *pieces, *([model_total] if with_model else []), logits]
     body = functools.partial(kernel, with_model=with_model, num_keys=len(keys), sample=sample, plt=plt, vocab=vocab,
                              num_pieces=pieces.high.shape[0])
     f32, i32 = (like(arguments, (num_rows,), dtype) for dtype in (jnp.float32, jnp.int32))

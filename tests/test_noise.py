@@ -53,6 +53,12 @@ def test_exp1_is_accurate_where_noise_is_large():
     np.testing.assert_allclose(noise.exp1(jnp.asarray(u)), -np.log1p(-u.astype(np.float64)), rtol=5e-6)
 
 
+def test_logarithm_below_one():
+    v = np.concatenate([1 - np.arange(1, 2000) * 2.0**-24, np.linspace(2.0**-24, 1 - 2.0**-24, 100_000),
+                        2.0 ** -np.linspace(0.001, 24, 5000), [2 / 3]]).astype(np.float32)
+    np.testing.assert_allclose(noise.log_below_one(jnp.asarray(v)), np.log(v.astype(np.float64)), rtol=2e-7)
+
+
 @pytest.mark.parametrize("purpose, sample", [(noise.DRAW, 0), (noise.BANDIT, 7)])
 def test_gumbel_law(purpose, sample):
     g = noise.gumbel(jnp.uint32(1), jnp.uint32(2), noise.stream(purpose, sample, 1), jnp.arange(200_000, dtype=jnp.uint32))

@@ -8,7 +8,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks import harness
+from benchmarks import records
 
 COLOURS = ("#1b7837", "#7b8fa6", "#b9c4d0", "#e3d3a8")  # in the order of the contenders: ours first, floors last
 NEEDED = {"head", "rows", "seconds", "ratio"}
@@ -52,11 +52,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
     parser.add_argument("names", nargs="*", help="results to plot (default: all that hold times by head and rows)")
     names = parser.parse_args().names
-    for name in names or sorted(path.stem for path in harness.RESULTS.glob("*.json")):
-        result = harness.load(name.removesuffix(".json"))
+    for name in names or sorted(path.stem for path in records.RESULTS.glob("*.json")):
+        result = records.load(name.removesuffix(".json"))
         if not names and not all(row.keys() >= NEEDED for row in result["rows"]):
             continue
-        path = harness.RESULTS / f"{name.removesuffix('.json')}.png"
+        path = records.RESULTS / f"{name.removesuffix('.json')}.png"
         plot_ratios(result).savefig(path, dpi=120)
         print(f"wrote {path}")
 

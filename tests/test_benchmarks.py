@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import bench_cpu, harness, plot
+from benchmarks import bench_cpu, harness, plot, records, timing
 from benchmarks.shapes import CPU_HEADS, HEADS, ODD
 
 
@@ -49,7 +49,7 @@ def test_interleave_gives_every_contender_every_round():
 
 def test_ratio_is_taken_round_by_round():
     # A machine that is three times slower in the last round moves no ratio.
-    assert harness.ratio([2.0, 2.0, 6.0], [1.0, 1.0, 3.0])[:3] == (2.0, 2.0, 2.0)
+    assert timing.ratio([2.0, 2.0, 6.0], [1.0, 1.0, 3.0])[:3] == (2.0, 2.0, 2.0)
 
 
 def test_laws_are_checked_before_timing():
@@ -72,11 +72,11 @@ def test_a_wrong_law_is_not_timed():
 
 
 def test_results_are_saved_tabled_and_plotted(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
     row = bench_cpu.measure(ODD, 1, rounds=3)
     assert bench_cpu.table([row]).row_count == 1
     harness.save("small", [row], base=bench_cpu.LOW)
-    result = harness.load("small")
+    result = records.load("small")
     assert result["rows"] == [row] and result["environment"]["versions"]["jax"] == jax.__version__
     plot.plot_ratios(result).savefig(tmp_path / "small.png")
     assert (tmp_path / "small.png").read_bytes().startswith(b"\x89PNG")

@@ -1,9 +1,9 @@
 """LM head + sampling on one GPU, bfloat16: `gumbeljax.sample(h, w, key)` against XLA's matmul, argmax and categorical.
 
 Device time per call inside one jitted loop; the loops of a cell take turns. The floor of a cell is the larger of the matrix
-product alone, measured in the cell, and the bytes of `w` over the best rate at which a reduction read a head in this run. Before a
-cell is timed, the tokens of `sample` and of implementation="xla" are compared on a head whose logits are exact: all must be
-equal. On the head that is timed, where sums round, the tokens that differ are counted.
+product alone, measured in the cell, and the bytes of `w` over the best rate at which a reduction read a head in this run.
+Before a cell is timed, the tokens of `sample` and of implementation="xla" are compared on a head whose logits are exact: all
+must be equal. On the head that is timed, where sums round, the tokens that differ are counted.
 """
 
 import argparse

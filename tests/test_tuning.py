@@ -184,7 +184,8 @@ def test_tiles_of_another_version_are_refused(tmp_path):
 def test_the_fastest_that_is_right_is_kept(head, tmp_path, monkeypatch):
     """With a clock of our own: 64 is fastest but draws wrong tokens, 80 does not compile, 32 is the best of the rest."""
     times = {None: 1.0, "xla": 1.0, 16: 0.8, 32: 0.5, 64: 0.1, 96: 0.6}
-    monkeypatch.setattr(autotuning, "candidates", lambda *_: [autotuning.Candidate("xla", XlaTiles(b)) for b in (16, 32, 64, 80, 96)])
+    tried = [autotuning.Candidate("xla", XlaTiles(block)) for block in (16, 32, 64, 80, 96)]
+    monkeypatch.setattr(autotuning, "candidates", lambda *_: tried)
 
     def timed_loop(draw, h, w, keys, iterations):
         wanted = draw.keywords["implementation"]

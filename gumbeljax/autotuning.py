@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -111,8 +112,8 @@ def autotune(h, w, path: str | Path | None = None, *, vocab_axis: int = 0, round
 
     Runs `sample` with every implementation that can and with the tiles next to those of its rule, compiles them side by side
     and times each in loops on the device, in turns; the best few are timed again, and one is kept if it gains more than 1%.
-    Passed over are a candidate that does not compile, and one whose tokens differ from those of "xla" in more than one row of
-    fifty (sums that round in another order may flip a near-tie).
+    Passed over, with one warning, are candidates that do not compile, and those whose tokens differ from those of "xla" in more
+    than one row of fifty (sums that round in another order may flip a near-tie).
 
     Args:
       h: `[*batch, d_model]`, on the device to tune for; its values do not matter, but must be finite.
@@ -144,20 +145,24 @@ def autotune(h, w, path: str | Path | None = None, *, vocab_axis: int = 0, round
     def loop_of(implementation, iterations: int) -> tuple[Callable[[], float], np.ndarray]:
         return timed_loop(functools.partial(sample, vocab_axis=axis, implementation=implementation), h, w, keys, iterations)
 
-    def loop_of_candidate(x: Candidate) -> Callable[[], float] | None:
+    def loop_of_candidate(x: Candidate) -> Callable[[], float] | str:
+        """Its loop, or why it is passed over."""
         try:
             run, tokens = loop_of(Tuning((TunedShape(place, x.implementation, x.tiles, 0.0, 0.0),)), iterations)
-        except Exception:  # whatever a backend says of tiles that do not fit
-            return None
-        return run if np.mean(tokens != expected) <= 0.02 else None
+        except Exception as error:  # whatever a backend says of tiles that do not fit
+            return f"{type(error).__name__}: {error}"[:200]
+        return run if np.mean(tokens != expected) <= 0.02 else "other tokens than xla's"
 
     run, expected = loop_of("xla", 3)
     run = loop_of(None, 3)[0]
     iterations = max(3, min(500, round(LOOP_SECONDS / min(run(), run()))))
     tried = candidates(h, w, axis)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        loops: dict[Candidate | None, Callable] = {
-            x: loop for x, loop in zip(tried, pool.map(loop_of_candidate, tried), strict=True) if loop is not None}
+        made = dict(zip(tried, pool.map(loop_of_candidate, tried), strict=True))
+    if failed := {x: why for x, why in made.items() if isinstance(why, str)}:
+        x, why = next(iter(failed.items()))
+        warnings.warn(f"autotune passed over {len(failed)} of {len(tried)} candidates; of them {x}: {why}", stacklevel=2)
+    loops: dict[Candidate | None, Callable] = {x: loop for x, loop in made.items() if not isinstance(loop, str)}
     loops[None] = loop_of(None, iterations)[0]  # what runs without a table
     first = _medians(loops, 3)
     final = _medians({x: loops[x] for x in {None, *sorted(first, key=lambda x: first[x])[:4]}}, rounds)

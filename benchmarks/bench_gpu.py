@@ -89,11 +89,10 @@ def best_read_rate(w: jax.Array, *, rounds: int) -> float:
     """Bytes a second of the fastest reader: its median."""
     iterations = timing.calls_per_loop(w.nbytes, 0)
 
-    def step(carry, reader):
-        w, x = carry
-        return w, harness.depend(x, reader(w, x))
+    def step(x, w, reader):
+        return harness.depend(x, reader(w, x))
 
-    loops = {name: harness.jitted_loop(partial(step, reader=reader), (w, jnp.bfloat16(0)), iterations=iterations)
+    loops = {name: harness.jitted_loop(partial(step, reader=reader), jnp.bfloat16(0), w, iterations=iterations)
              for name, reader in READERS.items()}
     return w.nbytes / min(timing.summarize(s).median for s in timing.take_turns(loops, rounds=rounds).values())
 
@@ -111,10 +110,10 @@ def measure(head: Head, rows: int, w: jax.Array, exact_w: jax.Array, names: list
 
     iterations = timing.calls_per_loop(w.nbytes, 2 * rows * w.size)
 
-    def step(x: Inputs, f):
-        return x._replace(h=harness.depend(x.h, f(x)))
+    def step(h, x: Inputs, f):
+        return harness.depend(h, f(x._replace(h=h)))
 
-    loops = {name: harness.jitted_loop(partial(step, f=CONTENDERS[name]), x, iterations=iterations) for name in names}
+    loops = {name: harness.jitted_loop(partial(step, f=CONTENDERS[name]), x.h, x, iterations=iterations) for name in names}
     samples = timing.take_turns(loops, rounds=rounds)
     temp = harness.temp_bytes(draw)
     return {

@@ -35,23 +35,27 @@ def _seconds(call: Callable[[], Any], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def jitted_loop(step: Callable[[Any], Any], carry: Any, *, iterations: int) -> Callable[[], float]:
-    """Compiles `carry = step(carry)`, `iterations` times in one jitted loop, and runs it once. A call of the result runs it
-    again and returns device seconds per iteration.
+def jitted_loop(step: Callable[..., Any], carry: Any, *constants: Any, iterations: int) -> Callable[[], float]:
+    """Compiles `carry = step(carry, *constants)`, `iterations` times in one jitted loop, and runs it once. A call of the result
+    runs it again and returns device seconds per iteration.
 
     Launch and dispatch are paid once for the whole loop, whose trip count is static: a traced one makes XLA ask the
     host before every iteration.  The carry that `step` returns must depend on all that is to be timed (see `depend`),
-    else XLA drops it or moves it out of the loop.  Large arrays belong in the carry, unchanged: what `step` closes over
-    is compiled in as a constant.
+    else XLA drops it or moves it out of the loop.  Large arrays that do not change are `constants`: the loop does not return
+    them, which would copy them once, and they are no part of the program, as what `step` closes over is.
     """
-    loop = jax.jit(lambda carry: jax.lax.scan(lambda c, _: (step(c), None), carry, length=iterations)[0])
-    jax.block_until_ready(loop(carry))
-    return lambda: _seconds(lambda: loop(carry), 1) / iterations
+    @jax.jit
+    def loop(carry, *constants):
+        return jax.lax.scan(lambda carry, _: (step(carry, *constants), None), carry, length=iterations)[0]
+
+    jax.block_until_ready(loop(carry, *constants))
+    return lambda: _seconds(lambda: loop(carry, *constants), 1) / iterations
 
 
-def time_inside_jit(step: Callable[[Any], Any], carry: Any, *, iterations: int = 100, rounds: int = 10) -> list[float]:
-    """Device seconds per iteration of `carry = step(carry)` inside one jitted loop, one value per round."""
-    loop = jitted_loop(step, carry, iterations=iterations)
+def time_inside_jit(step: Callable[..., Any], carry: Any, *constants: Any, iterations: int = 100,
+                    rounds: int = 10) -> list[float]:
+    """Device seconds per iteration of `carry = step(carry, *constants)` inside one jitted loop, one value per round."""
+    loop = jitted_loop(step, carry, *constants, iterations=iterations)
     return [loop() for _ in range(rounds)]
 
 

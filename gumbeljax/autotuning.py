@@ -91,20 +91,22 @@ def near_mosaic(rule: MosaicTiles, d_model: int) -> Iterator[MosaicTiles]:
 
 def timed_loop(draw: Callable, h, w, keys, iterations: int) -> tuple[Callable[[], float], np.ndarray]:
     """(a function that runs a compiled loop of draws and returns device seconds for each, the tokens of a draw)."""
-    def step(carry, _):
-        h, w, keys, _ = carry
-        tokens = draw(h, w, keys)
-        return (h + (1e-30 * jnp.max(tokens)).astype(h.dtype), w, keys, tokens), None  # the next draw waits for this one
+    def draws(h, w, keys):
+        def step(carry, _):
+            tokens = draw(carry[0], w, keys)
+            return (carry[0] + (1e-30 * jnp.max(tokens)).astype(h.dtype), tokens), None  # the next draw waits for this one
 
-    carry = h, w, keys, jnp.zeros(h.shape[:1], jnp.int32)
-    loop = jax.jit(lambda carry: jax.lax.scan(step, carry, length=iterations)[0]).lower(carry).compile()
+        # w is no part of the carry: a loop that returned it would have to copy it.
+        return jax.lax.scan(step, (h, jnp.zeros(h.shape[:1], jnp.int32)), length=iterations)[0]
+
+    loop = jax.jit(draws).lower(h, w, keys).compile()
 
     def run() -> float:
         start = time.perf_counter()
-        jax.block_until_ready(loop(carry))
+        jax.block_until_ready(loop(h, w, keys))
         return (time.perf_counter() - start) / iterations
 
-    return run, np.asarray(loop(carry)[3])
+    return run, np.asarray(loop(h, w, keys)[1])
 
 
 def autotune(h, w, path: str | Path | None = None, *, vocab_axis: int = 0, rounds: int = 20, command: str = "") -> Tuning:

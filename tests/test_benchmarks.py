@@ -40,6 +40,22 @@ def test_time_inside_jit_runs_every_iteration():
     assert len(seconds) == 2 and min(seconds) > 0
 
 
+def test_a_loop_copies_no_constant(monkeypatch):
+    """Arrays that the loop only reads are not among what it returns, or XLA copies them once a call."""
+    compiled = []
+    jit = jax.jit
+
+    def recorded(f, **options):
+        compiled.append(jit(f, **options))
+        return compiled[-1]
+
+    monkeypatch.setattr(jax, "jit", recorded)
+    h, w = jnp.ones((8, 64)), jnp.ones((4096, 64))
+    harness.jitted_loop(lambda h, w: harness.depend(h, h @ w.T), h, w, iterations=3)
+    text = compiled[0].lower(h, w).compile().as_text()
+    assert "4096,64" in text and not any("4096,64" in line for line in text.splitlines() if " copy(" in line)
+
+
 def test_interleave_gives_every_contender_every_round():
     calls = []
     contenders = {name: (lambda name=name: calls.append(name)) for name in "abc"}

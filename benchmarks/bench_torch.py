@@ -111,6 +111,17 @@ def check_law(name: str, h, w, *, rows: int = 256, calls: int = 64, num_bins: in
     return p
 
 
+def unable(names: list[str], h, w) -> dict[str, str]:
+    """The contenders that do not run here, and why."""
+    why = {}
+    for name in names:
+        try:
+            CONTENDERS[name].call(h, w, 0)
+        except Exception as error:  # a package that is missing or does not build must not cost the other contenders
+            why[name] = f"{type(error).__name__}: {error}"[-500:]
+    return why
+
+
 def synchronizes(call: Callable) -> bool:
     """Whether a call waits for the device, so that no CUDA graph can hold it."""
     torch.cuda.set_sync_debug_mode("error")
@@ -227,16 +238,22 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("this benchmark is about GPUs, and torch sees none")
     names = [name for name in CONTENDERS if name in {*arguments.contenders, MATMUL}]
-    results, laws = [], {}
+    results, laws, absent = [], {}, {}
     for head in (head for head in HEADS if head.name in arguments.heads):
         all_h, w = inputs(head, max(arguments.rows))
+        if not results:
+            absent = unable(names, all_h, w)
+            names = [name for name in names if name not in absent]
         laws[head.name] = {name: check_law(name, all_h, w) for name in names if CONTENDERS[name].sampled_logits}
         for rows in track(arguments.rows, description=head.name):
             results.append(measure(head, all_h[:rows].contiguous(), w, names, rounds=arguments.rounds))
             # After every cell: a long run may be cut short.
-            records.save(arguments.name, results, environment(), claim=__doc__.splitlines()[0], base=MATMUL, law_p=laws)
+            records.save(arguments.name, results, environment(), claim=__doc__.splitlines()[0], base=MATMUL, law_p=laws,
+                         absent=absent)
         del all_h, w
     Console(width=170).print(table(results))
+    for name, why in absent.items():
+        print(f"{name} did not run: {why}")
 
 
 if __name__ == "__main__":

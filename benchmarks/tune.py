@@ -5,6 +5,7 @@ smaller batches down to the next one, so that a few numbers of rows do.
 """
 
 import argparse
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ def main() -> None:
     parser.add_argument("--vocab-axis", type=int, choices=(0, 1), default=0, help="1: w is [d_model, vocab]")
     parser.add_argument("--rounds", type=int, default=20, help="turns of the best candidates (default 20)")
     arguments = parser.parse_args()
+    Path(arguments.path).parent.mkdir(parents=True, exist_ok=True)
     command = " ".join(["python -m benchmarks.tune", "--heads", *arguments.heads, "--rows", *map(str, arguments.rows),
                         "--vocab-axis", str(arguments.vocab_axis), "--rounds", str(arguments.rounds)])
     for head in (head for head in HEADS if head.name in arguments.heads):

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gumbeljax
-from benchmarks import harness
+from benchmarks import harness, timing
 from benchmarks.shapes import CPU_HEADS, CPU_ROWS, Head
 
 SAMPLE = "sample"
@@ -91,8 +91,8 @@ def measure(head: Head, rows: int, *, rounds: int) -> dict[str, Any]:
         "head": head._asdict(),
         "rows": rows,
         "tokens_compared": compared,
-        "seconds": {name: harness.summarize(s)._asdict() for name, s in samples.items()},
-        "ratio": {name: harness.ratio(s, samples[LOW])._asdict() for name, s in samples.items()},
+        "seconds": {name: timing.summarize(s)._asdict() for name, s in samples.items()},
+        "ratio": {name: timing.ratio(s, samples[LOW])._asdict() for name, s in samples.items()},
         "target": TARGETS.get(rows),
     }
 

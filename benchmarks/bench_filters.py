@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gumbeljax
-from benchmarks import harness
+from benchmarks import harness, timing
 from gumbeljax import models
 
 TEXT = "The ship left the harbour at dawn, and nobody on the quay could say when, or whether, it would come back."
@@ -88,8 +88,8 @@ def main() -> None:
             samples = harness.interleave(calls, rounds=arguments.rounds)
         results.append({
             "rows": rows, "largest_kept_set": largest, "target": TARGET,
-            "seconds": {name: harness.summarize(s)._asdict() for name, s in samples.items()},
-            "ratio": {name: harness.ratio(s, samples["none"])._asdict() for name, s in samples.items()},
+            "seconds": {name: timing.summarize(s)._asdict() for name, s in samples.items()},
+            "ratio": {name: timing.ratio(s, samples["none"])._asdict() for name, s in samples.items()},
         })
     shown = Table(title="sample on SmolLM2's head, CPU, float32: ms per call, and ratio to no filter (quartiles)",
                   box=box.SIMPLE_HEAD)

@@ -1,14 +1,15 @@
-"""LM head + sampling on one GPU, bfloat16: `gumbeljax.sample(h, w, key)` against XLA's matmul and categorical.
+"""LM head + sampling on one GPU, bfloat16: `gumbeljax.sample(h, w, key)` against XLA's matmul, argmax and categorical.
 
-Device time per call inside one jitted loop. The floor of a cell is the larger of reading `w` (by an XLA sum, in the same
-run) and the matrix product alone. Before a cell is timed, the tokens of `sample` and of implementation="xla" are compared
-on a head whose logits are exact: all must be equal.
+Device time per call inside one jitted loop; the loops of a cell take turns. The floor of a cell is the larger of the matrix
+product alone, measured in the cell, and the bytes of `w` over the best rate at which a reduction read a head in this run.
+Before a cell is timed, the tokens of `sample` and of implementation="xla" are compared on a head whose logits are exact: all
+must be equal. On the head that is timed, where sums round, the tokens that differ are counted.
 """
 
 import argparse
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,74 +20,128 @@ from rich.progress import track
 from rich.table import Table
 
 import gumbeljax
-from benchmarks import harness
-from benchmarks.shapes import HEADS, LLAMA3_70B, QWEN3_1_7B, QWEN3_8B, Head
+from benchmarks import harness, timing
+from benchmarks.shapes import GPU_HEADS, GPU_ROWS, HEADS, Head
 
-SAMPLE, WITH_LOG_PROBS, LOW, HIGH, MATMUL, READ = (
-    "sample", "with log probs", "categorical", "categorical high", "matmul", "read w")
-GPU_HEADS = (QWEN3_1_7B, QWEN3_8B, LLAMA3_70B)
-GPU_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SAMPLE, WITH_LOG_PROBS, LOG_PROB = "sample", "with log probs", "log_prob"
+LOW, HIGH, ARGMAX, MATMUL = "categorical", "categorical high", "argmax", "matmul"
+ALWAYS = (SAMPLE, LOW, MATMUL)
+
+
+class Inputs(NamedTuple):
+    """Of every contender; `tokens` are to be scored."""
+
+    h: jax.Array
+    w: jax.Array
+    keys: jax.Array
+    tokens: jax.Array
 
 
 def logits_of(h, w):
     return jnp.matmul(h, w.T, preferred_element_type=jnp.float32)
 
 
-CONTENDERS: dict[str, Callable] = {
-    SAMPLE: lambda h, w, keys: gumbeljax.sample(h, w, keys),
-    WITH_LOG_PROBS: lambda h, w, keys: sum(gumbeljax.sample_with_log_probs(h, w, keys, temperature=0.7)[:3]),
-    LOW: lambda h, w, keys: jax.random.categorical(keys[0], logits_of(h, w)),
-    HIGH: lambda h, w, keys: jax.random.categorical(keys[0], logits_of(h, w), mode="high"),
+CONTENDERS: dict[str, Callable[[Inputs], jax.Array]] = {
+    SAMPLE: lambda x: gumbeljax.sample(x.h, x.w, x.keys),
+    WITH_LOG_PROBS: lambda x: sum(gumbeljax.sample_with_log_probs(x.h, x.w, x.keys, temperature=0.7)[:3]),
+    LOG_PROB: lambda x: gumbeljax.log_prob(x.h, x.w, x.tokens),
+    LOW: lambda x: jax.random.categorical(x.keys[0], logits_of(x.h, x.w)),
+    HIGH: lambda x: jax.random.categorical(x.keys[0], logits_of(x.h, x.w), mode="high"),
+    ARGMAX: lambda x: jnp.argmax(logits_of(x.h, x.w), axis=-1),
     # A slice of the product is enough for XLA to have to write all of it, and costs nothing to read.
-    MATMUL: lambda h, w, keys: logits_of(h, w)[:, 0],
-    READ: lambda h, w, keys: jnp.sum(w + h[0, 0] * 0, dtype=jnp.float32)[None],
+    MATMUL: lambda x: logits_of(x.h, x.w)[:, 0],
+}
+
+# Ways to read `w` once; the best of them, on any head, is the read rate of a run.
+READERS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "sum": lambda w, x: jnp.sum(w + x, dtype=jnp.float32),
+    "max": lambda w, x: jnp.max(w + x).astype(jnp.float32),
+    "row sums": lambda w, x: jnp.max(jnp.sum(w + x, axis=1, dtype=jnp.float32)),
 }
 
 
-def check_tokens(head: Head, rows: int) -> int:
-    """Raises unless `sample` draws the tokens of implementation="xla" on exact inputs; returns how many were compared."""
-    h_key, w_key, key = jax.random.split(jax.random.key(0), 3)
+@partial(jax.jit, static_argnames="head")
+def random_head(head: Head) -> jax.Array:
+    """bf16 w whose logits spread about as a language model's do."""
+    w = jax.random.normal(jax.random.key(1), (head.vocab, head.d_model), jnp.bfloat16)
+    return w * jnp.bfloat16(2 / head.d_model**0.5)
+
+
+@partial(jax.jit, static_argnames="head")
+def exact_head(head: Head) -> jax.Array:
+    """bf16 w of three values: with `exact_states` every logit is exact, in whatever order it is summed."""
     scale = 2.0 ** -np.round(np.log2(head.d_model**0.5 / 3))
-    h = jax.random.randint(h_key, (rows, head.d_model), -1, 2).astype(jnp.bfloat16)
-    w = (jax.random.randint(w_key, (head.vocab, head.d_model), -1, 2) * scale).astype(jnp.bfloat16)
-    keys = jax.random.split(key, rows)
-    if not np.array_equal(gumbeljax.sample(h, w, keys), gumbeljax.sample(h, w, keys, implementation="xla")):
+    w = jax.random.randint(jax.random.key(2), (head.vocab, head.d_model), -1, 2, jnp.int8)
+    return w.astype(jnp.bfloat16) * jnp.bfloat16(scale)
+
+
+def exact_states(head: Head, rows: int) -> jax.Array:
+    return jax.random.randint(jax.random.key(3), (rows, head.d_model), -1, 2).astype(jnp.bfloat16)
+
+
+def inputs(head: Head, rows: int, w: jax.Array) -> Inputs:
+    h = jax.random.normal(jax.random.key(4), (rows, head.d_model), jnp.bfloat16)
+    tokens = jax.random.randint(jax.random.key(5), (rows,), 0, head.vocab)
+    return Inputs(h, w, jax.random.split(jax.random.key(6), rows), tokens)
+
+
+def best_read_rate(w: jax.Array, *, rounds: int) -> float:
+    """Bytes a second of the fastest reader: its median."""
+    iterations = timing.calls_per_loop(w.nbytes, 0)
+
+    def step(x, w, reader):
+        return harness.depend(x, reader(w, x))
+
+    loops = {name: harness.jitted_loop(partial(step, reader=reader), jnp.bfloat16(0), w, iterations=iterations)
+             for name, reader in READERS.items()}
+    return w.nbytes / min(timing.summarize(s).median for s in timing.take_turns(loops, rounds=rounds).values())
+
+
+def measure(head: Head, rows: int, w: jax.Array, exact_w: jax.Array, names: list[str], *,
+            rounds: int) -> dict[str, Any]:
+    """One row of the table, without its floor."""
+    x = inputs(head, rows, w)
+    draw = jax.jit(gumbeljax.sample).lower(*x[:3]).compile()
+    plain = jax.jit(partial(gumbeljax.sample, implementation="xla")).lower(*x[:3]).compile()
+    exact = exact_states(head, rows), exact_w, x.keys
+    if not np.array_equal(draw(*exact), plain(*exact)):
         raise SystemExit(f'{head.name}, {rows} rows: tokens differ from implementation="xla": nothing was timed')
-    return rows
+    differing = int(np.sum(np.asarray(draw(*x[:3])) != np.asarray(plain(*x[:3]))))
 
+    iterations = timing.calls_per_loop(w.nbytes, 2 * rows * w.size)
 
-def measure(head: Head, rows: int, names: list[str], *, iterations: int, rounds: int) -> dict[str, Any]:
-    """One row of the table."""
-    compared = check_tokens(head, rows)
-    h_key, w_key = jax.random.split(jax.random.key(1))
-    h = jax.random.normal(h_key, (rows, head.d_model), jnp.bfloat16)
-    w = (jax.random.normal(w_key, (head.vocab, head.d_model)) * 2 / head.d_model**0.5).astype(jnp.bfloat16)
-    keys = jax.random.split(jax.random.key(2), rows)
+    def step(h, x: Inputs, f):
+        return harness.depend(h, f(x._replace(h=h)))
 
-    def step(carry, f):
-        h, w, keys = carry
-        return harness.depend(h, f(h, w, keys)), w, keys
-
-    samples = {name: harness.time_inside_jit(partial(step, f=CONTENDERS[name]), (h, w, keys), iterations=iterations,
-                                             rounds=rounds) for name in names}
-    floor = max(np.median(samples[MATMUL]), np.median(samples[READ]))
+    loops = {name: harness.jitted_loop(partial(step, f=CONTENDERS[name]), x.h, x, iterations=iterations) for name in names}
+    samples = timing.take_turns(loops, rounds=rounds)
+    temp = harness.temp_bytes(draw)
     return {
-        "head": head._asdict(), "rows": rows, "tokens_compared": compared,
-        "implementation": gumbeljax.choose_implementation(h, w), "floor": floor, "bytes_of_w": w.nbytes,
-        "seconds": {name: harness.summarize(s)._asdict() for name, s in samples.items()},
-        "ratio": {name: harness.ratio(s, samples[LOW])._asdict() for name, s in samples.items()},
+        "head": head._asdict(), "rows": rows, "tokens_compared": rows, "tokens_differing_where_sums_round": differing,
+        "implementation": gumbeljax.choose_implementation(x.h, x.w), "bytes_of_w": w.nbytes, "iterations": iterations,
+        "temp_bytes": temp, "temp_share_of_logits": temp / (4 * rows * head.vocab),
+        "seconds": {name: timing.summarize(s)._asdict() for name, s in samples.items()},
+        "ratio": {name: timing.ratio(s, samples[LOW])._asdict() for name, s in samples.items()},
     }
 
 
+def with_floors(results: list[dict[str, Any]], read_rate: float) -> list[dict[str, Any]]:
+    """The rows with their floors, from the best rate of a reader in the run."""
+    return [{**row, "read_rate": read_rate, "floor": max(row["bytes_of_w"] / read_rate, row["seconds"][MATMUL]["median"])}
+            for row in results]
+
+
 def table(results: list[dict[str, Any]]) -> Table:
-    """Microseconds, sample over the floor, and categorical over sample."""
+    """Microseconds, sample over the floor and over the product alone, and categorical over sample."""
     shown = Table(title="LM head + sampling, bfloat16: median us per call", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("head", "rows", *results[0]["seconds"], "runs", "sample / floor", "categorical / sample"):
+    for column in ("head", "rows", *results[0]["seconds"], "runs", "memory", "/ floor", "/ matmul", "XLA /"):
         shown.add_column(column, justify="left" if column == "head" else "right", no_wrap=True)
     for row in results:
         seconds = {name: t["median"] for name, t in row["seconds"].items()}
         shown.add_row(row["head"]["name"], str(row["rows"]), *(f"{1e6 * t:.1f}" for t in seconds.values()),
-                      row["implementation"], f"{seconds[SAMPLE] / row['floor']:.3f}", f"{seconds[LOW] / seconds[SAMPLE]:.2f}")
+                      row["implementation"], f"{100 * row['temp_share_of_logits']:.1f}%",
+                      f"{seconds[SAMPLE] / row['floor']:.3f}", f"{seconds[SAMPLE] / seconds[MATMUL]:.3f}",
+                      f"{seconds[LOW] / seconds[SAMPLE]:.2f}")
     return shown
 
 
@@ -96,20 +151,24 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", choices=heads, default=[head.name for head in GPU_HEADS])
     parser.add_argument("--rows", type=int, nargs="+", default=list(GPU_ROWS))
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS),
-                        help="sample, categorical, matmul and read w always take part")
-    parser.add_argument("--iterations", type=int, default=50, help="calls inside one jitted loop (default 50)")
+                        help="sample, categorical and matmul always take part")
     parser.add_argument("--rounds", type=int, default=30, help="loops timed for each median (default 30)")
     parser.add_argument("--name", default="gpu", help="results/<name>.json is written (default gpu)")
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         parser.error("this benchmark is about GPUs, and jax sees none")
-    names = [name for name in CONTENDERS if name in {*arguments.contenders, SAMPLE, LOW, MATMUL, READ}]
-    cells = [(head, rows) for head in HEADS if head.name in arguments.heads for rows in arguments.rows]
-    results = []
-    for head, rows in track(cells, description="timing"):
-        results.append(measure(head, rows, names, iterations=arguments.iterations, rounds=arguments.rounds))
-        harness.save(arguments.name, results, claim=__doc__.splitlines()[0], base=LOW)  # a long run may be cut short
-    Console(width=150).print(table(results))
+    names = [name for name in CONTENDERS if name in {*arguments.contenders, *ALWAYS}]
+    results, read_rate = [], 0.0
+    for head in (head for head in HEADS if head.name in arguments.heads):
+        w, exact_w = random_head(head), exact_head(head)
+        read_rate = max(read_rate, best_read_rate(w, rounds=arguments.rounds))
+        for rows in track(arguments.rows, description=head.name):
+            results.append(measure(head, rows, w, exact_w, names, rounds=arguments.rounds))
+            # After every cell: a long run may be cut short.
+            harness.save(arguments.name, with_floors(results, read_rate), claim=__doc__.splitlines()[0], base=LOW)
+        del w, exact_w
+    Console(width=170).print(table(with_floors(results, read_rate)))
+    print(f"best read rate {read_rate / 1e12:.2f} TB/s")
 
 
 if __name__ == "__main__":

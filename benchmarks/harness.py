@@ -1,49 +1,31 @@
-"""Timing that survives a noisy machine: contenders take turns, and the report is medians and ratios of one run."""
+"""Timing jax on a noisy machine: contenders take turns, and the report is medians and ratios of one run."""
 
-import json
-import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-RESULTS = Path(__file__).parent / "results"
-
-
-class Timing(NamedTuple):
-    """Seconds per call: the median over rounds and the quartiles around it."""
-
-    median: float
-    q25: float
-    q75: float
-    rounds: int
+from benchmarks import records
+from benchmarks.timing import take_turns
 
 
 def interleave(
     contenders: Mapping[str, Callable[[], Any]], *, rounds: int = 20, min_time: float = 0.02, seed: int = 0
 ) -> dict[str, list[float]]:
-    """Seconds per call of each contender in each round; the order within a round is shuffled.
+    """Seconds per call of each contender in each round, in turns (see `take_turns`).
 
-    A slow spell of the machine then falls on all of them alike, so that ratios within a round stand where times do not.
     Each sample blocks on every call and repeats it until about `min_time` seconds have passed.
     """
-    repeats = {}
+    loops = {}
     for name, call in contenders.items():
         jax.block_until_ready(call())  # compiles
-        repeats[name] = max(1, round(min_time / _seconds(call, 2)))
-    samples = {name: [] for name in contenders}
-    rng = np.random.default_rng(seed)
-    for _ in range(rounds):
-        for name in rng.permutation(list(contenders)):
-            samples[name].append(_seconds(contenders[name], repeats[name]))
-    return samples
+        repeats = max(1, round(min_time / _seconds(call, 2)))
+        loops[name] = lambda call=call, repeats=repeats: _seconds(call, repeats)
+    return take_turns(loops, rounds=rounds, seed=seed)
 
 
 def _seconds(call: Callable[[], Any], repeats: int) -> float:
@@ -53,22 +35,28 @@ def _seconds(call: Callable[[], Any], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def time_inside_jit(step: Callable[[Any], Any], carry: Any, *, iterations: int = 100, rounds: int = 10) -> list[float]:
-    """Device seconds per iteration of `carry = step(carry)` inside one jitted loop, one value per round.
+def jitted_loop(step: Callable[..., Any], carry: Any, *constants: Any, iterations: int) -> Callable[[], float]:
+    """Compiles `carry = step(carry, *constants)`, `iterations` times in one jitted loop, and runs it once. A call of the result
+    runs it again and returns device seconds per iteration.
 
     Launch and dispatch are paid once for the whole loop, whose trip count is static: a traced one makes XLA ask the
     host before every iteration.  The carry that `step` returns must depend on all that is to be timed (see `depend`),
-    else XLA drops it or moves it out of the loop.  Large arrays belong in the carry, unchanged: what `step` closes over
-    is compiled in as a constant.
+    else XLA drops it or moves it out of the loop.  Large arrays that do not change are `constants`: the loop does not return
+    them, which would copy them once, and they are no part of the program, as what `step` closes over is.
     """
-    loop = jax.jit(lambda carry: jax.lax.scan(lambda c, _: (step(c), None), carry, length=iterations)[0])
-    jax.block_until_ready(loop(carry))
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        jax.block_until_ready(loop(carry))
-        seconds.append((time.perf_counter() - start) / iterations)
-    return seconds
+    @jax.jit
+    def loop(carry, *constants):
+        return jax.lax.scan(lambda carry, _: (step(carry, *constants), None), carry, length=iterations)[0]
+
+    jax.block_until_ready(loop(carry, *constants))
+    return lambda: _seconds(lambda: loop(carry, *constants), 1) / iterations
+
+
+def time_inside_jit(step: Callable[..., Any], carry: Any, *constants: Any, iterations: int = 100,
+                    rounds: int = 10) -> list[float]:
+    """Device seconds per iteration of `carry = step(carry, *constants)` inside one jitted loop, one value per round."""
+    loop = jitted_loop(step, carry, *constants, iterations=iterations)
+    return [loop() for _ in range(rounds)]
 
 
 def depend(x: jax.Array, *outputs: jax.Array) -> jax.Array:
@@ -77,61 +65,19 @@ def depend(x: jax.Array, *outputs: jax.Array) -> jax.Array:
     return x + (1e-30 * reach).astype(x.dtype)
 
 
-def summarize(samples: Sequence[float]) -> Timing:
-    """Median and quartiles."""
-    q25, median, q75 = np.percentile(samples, [25, 50, 75])
-    return Timing(float(median), float(q25), float(q75), len(samples))
+def temp_bytes(compiled) -> int:
+    """Bytes that a compiled function takes beside its arguments and results."""
+    return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
-def ratio(samples: Sequence[float], base: Sequence[float]) -> Timing:
-    """Median and quartiles of samples / base, round by round."""
-    return summarize(np.asarray(samples) / np.asarray(base))
-
-
-def environment() -> dict[str, Any]:
-    """Where and with what a result was made."""
+def environment(**versions: str) -> dict[str, Any]:
+    """Where and with what a result was made; `versions` of further packages."""
     device = jax.devices()[0]
-    return {
-        "device": _cpu_name() if device.platform == "cpu" else device.device_kind,
-        "platform": device.platform,
-        "num_devices": jax.device_count(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": {package.__name__: package.__version__ for package in (jax, np)},
-        "commit": _commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    return records.environment(
+        device=None if device.platform == "cpu" else device.device_kind, platform_name=device.platform,
+        num_devices=jax.device_count(), versions={"jax": jax.__version__, "numpy": np.__version__, **versions})
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _commit() -> str | None:
-    """Short commit of the working tree, with "+" when it differs; None outside git."""
-    try:
-        said = [
-            subprocess.run(["git", *command], cwd=RESULTS.parent, capture_output=True, text=True, check=True).stdout
-            for command in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--", "*.py"])
-        ]
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return said[0].strip() + ("+" if said[1].strip() else "")
-
-
-def save(name: str, rows: Sequence[Mapping[str, Any]], **about: Any) -> Path:
-    """Writes results/<name>.json: what was measured, where, and one mapping for each row of the table."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    record = {"name": name, **about, "environment": environment(), "rows": list(rows)}
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    return path
-
-
-def load(name: str) -> dict[str, Any]:
-    """Reads results/<name>.json."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
+def save(name: str, rows: Sequence[Mapping[str, Any]], *, versions: Mapping[str, str] | None = None, **about: Any) -> Path:
+    """`records.save` with jax's devices as the environment."""
+    return records.save(name, rows, environment(**(versions or {})), **about)

@@ -1,6 +1,7 @@
 """Plots of benchmark results, from their JSON alone: results/<name>.json -> results/<name>.png."""
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
@@ -8,9 +9,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks import harness
+from benchmarks import records
 
 COLOURS = ("#1b7837", "#7b8fa6", "#b9c4d0", "#e3d3a8")  # in the order of the contenders: ours first, floors last
+LINES = ("#1b7837", "#7b8fa6", "#b2182b", "#d6a32c", "#b9c4d0")  # ours first
 NEEDED = {"head", "rows", "seconds", "ratio"}
 
 
@@ -48,17 +50,46 @@ def plot_ratios(result: dict[str, Any]) -> plt.Figure:
     return figure
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
-    parser.add_argument("names", nargs="*", help="results to plot (default: all that hold times by head and rows)")
-    names = parser.parse_args().names
-    for name in names or sorted(path.stem for path in harness.RESULTS.glob("*.json")):
-        result = harness.load(name.removesuffix(".json"))
-        if not names and not all(row.keys() >= NEEDED for row in result["rows"]):
+def plot_over_rows(cells: Sequence[tuple[dict[str, Any], dict[str, float]]], title: str) -> plt.Figure:
+    """A panel for each head: times over the floor (1 is the best that can be), over rows. A cell is a row of results and the
+    seconds of every contender shown."""
+    heads = list({row["head"]["name"]: row["head"] for row, _ in cells}.values())
+    names = list(dict.fromkeys(name for _, seconds in cells for name in seconds))
+    figure, axes = plt.subplots(1, len(heads), figsize=(5 * len(heads), 4), squeeze=False, sharey=True, layout="constrained")
+    for axis, head in zip(axes[0], heads, strict=True):
+        here = [(row, seconds) for row, seconds in cells if row["head"] == head]
+        for i, name in enumerate(names):
+            points = [(row["rows"], seconds[name] / row["floor"]) for row, seconds in here if name in seconds]
+            axis.plot(*zip(*points, strict=True) if points else ((), ()), marker="o", markersize=4, label=name,
+                      color=LINES[i % len(LINES)], linewidth=2.5 if i == 0 else 1.5)
+        sizes = [row["rows"] for row, _ in here]
+        axis.axhline(1, color="black", linewidth=0.8, zorder=0)
+        axis.set_xscale("log", base=2)
+        axis.set(xticks=sizes, xticklabels=sizes, xlabel="rows")
+        axis.set_title(f"{head['name']}: {head['vocab']:,} x {head['d_model']:,}", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("time / floor")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names), frameon=False)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def draw(names: Sequence[str] = ()) -> None:
+    """Bars for the named results, or for all of a CPU that hold times by head and rows."""
+    for name in names or sorted(path.stem for path in records.RESULTS.glob("*.json")):
+        result = records.load(name.removesuffix(".json"))
+        is_cpu = result["environment"]["platform"] == "cpu"
+        if not names and not (is_cpu and all(row.keys() >= NEEDED for row in result["rows"])):
             continue
-        path = harness.RESULTS / f"{name.removesuffix('.json')}.png"
+        path = records.RESULTS / f"{name.removesuffix('.json')}.png"
         plot_ratios(result).savefig(path, dpi=120)
         print(f"wrote {path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
+    parser.add_argument("names", nargs="*", help="results to plot (default: those of CPUs that hold times by head and rows)")
+    draw(parser.parse_args().names)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from gumbeljax import _compat
 _compat.check_jax_version()
 
 from gumbeljax._call import choose_implementation  # noqa: E402
+from gumbeljax._tuning import TunedShape, Tuning, load_tuning, save_tuning  # noqa: E402
+from gumbeljax.autotuning import autotune  # noqa: E402
 from gumbeljax.laws import TopLogProbs, kept_tokens, processed_log_probs, top_log_probs  # noqa: E402
 from gumbeljax.processing import Processors, TokenCounts, count_tokens, options_from_config  # noqa: E402
 from gumbeljax.relaxation import gumbel_softmax  # noqa: E402
@@ -19,11 +21,15 @@ __all__ = [
     "Processors",
     "TokenCounts",
     "TopLogProbs",
+    "TunedShape",
+    "Tuning",
+    "autotune",
     "choose_implementation",
     "count_tokens",
     "greedy",
     "gumbel_softmax",
     "kept_tokens",
+    "load_tuning",
     "log_prob",
     "options_from_config",
     "processed_log_probs",
@@ -31,5 +37,6 @@ __all__ = [
     "sample_logits",
     "sample_sharded",
     "sample_with_log_probs",
+    "save_tuning",
     "top_log_probs",
 ]

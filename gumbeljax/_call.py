@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gumbeljax import _checks, _implementation, _mesh, processing
+from gumbeljax._tuning import Tiles, Tuning
 from gumbeljax._typing import Array, ArrayLike
 from pallas_kernels import kept
 from pallas_kernels.kept import Filters
@@ -30,10 +31,11 @@ class Config(NamedTuple):
     soft_cap: float | None
     precision: jax.lax.Precision | None
     axis_name: tuple[str, ...] = ()  # mesh axes that cut the vocabulary; `vocab` is then that of one shard
+    tiles: Tiles | None = None  # None: those of the implementation's rule
 
     def stages(self) -> _implementation.Stages:
         """Stage 1 of the chosen implementation."""
-        return _implementation.stages(self.implementation, self.device)
+        return _implementation.stages(self.implementation, self.device, self.tiles)
 
     @property
     def by_row(self) -> bool:
@@ -103,12 +105,13 @@ def prepare(h, w, *, temperature=1.0, top_k=None, top_p=None, min_p=None, valid_
     if axes and operands.filters is not None:
         raise NotImplementedError("top_k, top_p and min_p must be None on a vocabulary that is cut over devices; got axis_name="
                                   f"{axes}: gather w and leave axis_name out.")
-    name = _implementation.choose(head.h, head.w, implementation, device, vocab_axis=head.vocab_axis,
-                                  options=Elementwise(None, None, *operands.dense(), valid), groups=groups,
-                                  filters=operands.filters is not None)
+    name, tiles = _implementation.plan(
+        head.h, head.w, implementation, device, vocab_axis=head.vocab_axis,
+        options=Elementwise(None, None, *operands.dense(), valid), groups=groups, filters=operands.filters is not None)
     config = Config(
         name, device, head.vocab, head.vocab_axis, _checks.constant(scale, "scale"),
-        _checks.constant(soft_cap, "soft_cap", positive=True), _implementation.precision_of(precision, head.h.dtype), axes)
+        _checks.constant(soft_cap, "soft_cap", positive=True), _implementation.precision_of(precision, head.h.dtype), axes,
+        tiles)
     return operands, config, head.batch_shape
 
 
@@ -127,11 +130,12 @@ def prepare_logits(logits, *, temperature=1.0, top_k=None, top_p=None, min_p=Non
     return operands, config, batch_shape
 
 
-def choose_implementation(h: ArrayLike, w: ArrayLike, implementation: str | None = None, *, num_samples: int | None = None,
-                          **options) -> str:
+def choose_implementation(h: ArrayLike, w: ArrayLike, implementation: str | Tuning | None = None, *,
+                          num_samples: int | None = None, **options) -> str:
     """The implementation that `sample(h, w, key, ...)` runs with these arguments: "xla", "triton" or "mosaic".
 
-    None chooses: on an NVIDIA GPU "xla" with filters (`top_k`, `top_p`, `min_p`), else "mosaic" where it can run and has enough
+    None chooses: what was measured to be fastest for this shape and device, where the package has a measurement; else, by
+    rule, on an NVIDIA GPU "xla" with filters (`top_k`, `top_p`, `min_p`), else "mosaic" where it can run and has enough
     rows to win (Hopper, 16-bit floats, no `logit_bias`, `mask` or `processors`), else "triton"; "xla" everywhere else. A
     named one is returned if it can run here.
 

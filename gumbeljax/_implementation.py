@@ -8,7 +8,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gumbeljax import _checks, _compat
+from gumbeljax import _checks, _compat, _tuning
+from gumbeljax._tuning import Tiles, Tuning
 from pallas_kernels import mosaic, xla
 from pallas_kernels.logits import Elementwise
 from pallas_kernels.tiles import XlaTiles
@@ -18,11 +19,13 @@ MOSAIC_FROM_ROWS = 33  # fewer rows: the Triton kernel reads `w` as fast, in sma
 
 
 class DeviceFacts(NamedTuple):
-    """What the choice looks at: "cpu", "gpu" or another platform; (major, minor) of an NVIDIA GPU; its multiprocessors."""
+    """What the choice looks at: "cpu", "gpu" or another platform; (major, minor) of an NVIDIA GPU; its multiprocessors; its
+    name, as the tables of measured choices have it."""
 
     platform: str
     compute_capability: tuple[int, int]
     cores: int
+    kind: str = ""
 
 
 HOPPER = ("H20", "H100", "H200", "H800", "GH200")  # in the name of a device that can only be named
@@ -36,7 +39,8 @@ def device_facts(x) -> DeviceFacts:
     if (abstract := jax.sharding.get_abstract_mesh().abstract_device) is not None:
         nvidia = abstract.platform == "gpu" and "NVIDIA" in abstract.device_kind
         hopper = any(name in abstract.device_kind.replace("-", " ").split() for name in HOPPER)
-        return DeviceFacts(abstract.platform, ((9, 0) if hopper else (8, 0)) if nvidia else (0, 0), abstract.num_cores or 0)
+        return DeviceFacts(abstract.platform, ((9, 0) if hopper else (8, 0)) if nvidia else (0, 0), abstract.num_cores or 0,
+                           abstract.device_kind)
     device = jax.config.jax_default_device
     return _facts(jax.local_devices(backend=device)[0] if device is None or isinstance(device, str) else device)
 
@@ -45,7 +49,7 @@ def _facts(device) -> DeviceFacts:
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
     major, _, minor = str(getattr(device, "compute_capability", "") if platform == "gpu" else "").partition(".")
     capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
-    return DeviceFacts(platform, capability, int(getattr(device, "core_count", 0) or 0))
+    return DeviceFacts(platform, capability, int(getattr(device, "core_count", 0) or 0), device.device_kind)
 
 
 def _unavailable(name: str, device: DeviceFacts) -> str | None:
@@ -61,26 +65,28 @@ def _unavailable(name: str, device: DeviceFacts) -> str | None:
     return None
 
 
-def choose(h, w, implementation: str | None, device: DeviceFacts, *, vocab_axis=0, options=Elementwise(), groups=False,
-           filters=False) -> str:
-    """The implementation of a checked call; `groups`: it needs the masses of all groups; `filters`: it keeps a part of them."""
-    _checks.choice(implementation, "implementation", (None, *NAMES))
+def why_not(name: str, h, w, device: DeviceFacts, *, vocab_axis=0, options=Elementwise(), groups=False,
+            filters=False) -> str | None:
+    """Why an implementation cannot run a checked call, or None if it can; arguments as in `choose`."""
+    if reason := _unavailable(name, device):
+        return reason
+    if filters and name != "xla":
+        return "top_k, top_p and min_p are run by XLA"
+    if name == "mosaic" and groups:
+        return "it draws one token per row"
+    return mosaic.why_not(h, w, options, vocab_axis) if name == "mosaic" else None
 
-    def cannot(name):
-        if reason := _unavailable(name, device):
-            return reason
-        if filters and name != "xla":
-            return "top_k, top_p and min_p are run by XLA"
-        if name == "mosaic" and groups:
-            return "it draws one token per row"
-        return mosaic.why_not(h, w, options, vocab_axis) if name == "mosaic" else None
 
+def choose(h, w, implementation: str | None, device: DeviceFacts, **call) -> str:
+    """The implementation of a checked call, by rule. `call`: its `vocab_axis` and `options`; `groups`: it needs the masses of
+    all groups; `filters`: it keeps a part of them."""
+    cannot = functools.partial(why_not, h=h, w=w, device=device, **call)
     if implementation is not None:
         if reason := cannot(implementation):
             raise NotImplementedError(f"implementation={implementation!r} cannot run this call: {reason}; "
                                       "leave implementation out, or name another.")
         return implementation
-    if filters or device.platform != "gpu" or device.compute_capability == (0, 0):
+    if call.get("filters") or device.platform != "gpu" or device.compute_capability == (0, 0):
         return "xla"
     if h.shape[0] >= MOSAIC_FROM_ROWS and cannot("mosaic") is None:
         return "mosaic"
@@ -88,6 +94,27 @@ def choose(h, w, implementation: str | None, device: DeviceFacts, *, vocab_axis=
         warnings.warn(f"{reason}; gumbeljax runs implementation='xla' instead.", stacklevel=2)
         return "xla"
     return "triton"
+
+
+class Plan(NamedTuple):
+    """What runs; tiles None: those of the implementation's own rule."""
+
+    implementation: str
+    tiles: Tiles | None = None
+
+
+def plan(h, w, implementation: str | Tuning | None, device: DeviceFacts, *, vocab_axis=0, **call) -> Plan:
+    """The measured choice for a checked call, from the user's table or ours, else the rules; `call` as in `choose`."""
+    tables = (_tuning.built_in(),)
+    if isinstance(implementation, Tuning):
+        tables, implementation = (implementation, *tables), None
+    _checks.choice(implementation, "implementation", (None, *NAMES))
+    for table in tables:
+        found = table.find(_tuning.place_of(device.kind, h, w, vocab_axis))
+        if (found is not None and implementation in (None, found.implementation)
+                and why_not(found.implementation, h, w, device, vocab_axis=vocab_axis, **call) is None):
+            return Plan(found.implementation, found.tiles)
+    return Plan(choose(h, w, implementation, device, vocab_axis=vocab_axis, **call))
 
 
 class Stages(NamedTuple):
@@ -99,20 +126,21 @@ class Stages(NamedTuple):
     groups: Callable
 
 
-def stages(implementation: str, device: DeviceFacts) -> Stages:
+def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None) -> Stages:
     """The functions of an implementation; those of all implementations take the same arguments."""
     if implementation == "xla":
-        tiles = None if device.platform == "cpu" else XlaTiles(32768)  # long blocks keep an accelerator busy
+        if tiles is None and device.platform != "cpu":
+            tiles = XlaTiles(32768)  # long blocks keep an accelerator busy
         return Stages(*(functools.partial(f, tiles=tiles) for f in (xla.draw, xla.piece, xla.stage1_mass, xla.stage1_groups)))
     from pallas_kernels import triton
 
     _compat.quiet_triton_deprecation()
     plt = _compat.pallas_triton()
-    by_triton = Stages(*(functools.partial(f, plt=plt)
+    by_triton = Stages(*(functools.partial(f, plt=plt, tiles=tiles if implementation == "triton" else None)
                          for f in (triton.draw, triton.piece, triton.stage1_mass, triton.stage1_groups)))
     if implementation == "triton":
         return by_triton
-    machine = {"mgpu": _compat.pallas_mosaic(), "num_sms": device.cores}
+    machine = {"mgpu": _compat.pallas_mosaic(), "num_sms": device.cores, "tiles": tiles}
     return by_triton._replace(draw=functools.partial(mosaic.draw, plt=plt, **machine),
                               piece=functools.partial(mosaic.piece, plt=plt, **machine),
                               mass=functools.partial(mosaic.stage1_mass, **machine))

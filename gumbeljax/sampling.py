@@ -14,8 +14,8 @@ Options shared by the functions of this file and of `gumbeljax.scoring`:
   scale, soft_cap: Python numbers c of the model: `l = soft_cap * tanh(scale * (h @ w.T) / soft_cap)`.
   precision: of float32 products: None or "highest" (float32), "high" (three TF32 products), "default" (one; the
     device's own choice). bfloat16 and float16 products are exact in float32 in any case. Sums are float32.
-  implementation: None (chosen for the device), "xla", "triton" or "mosaic"; a named one runs or raises
-    NotImplementedError.
+  implementation: None (chosen for the device), "xla", "triton" or "mosaic" (a named one runs or raises NotImplementedError), or
+    a table of measured choices (`gumbeljax.autotune`, `gumbeljax.load_tuning`) that chooses first.
   axis_name: inside `jax.shard_map`, the mesh axes that cut the vocabulary of w (and of logit_bias, mask and counts), the last
     one fastest; valid_vocab and token ids are those of all shards. Needed when w varies over a mesh axis; () if every
     shard has a whole table. See `gumbeljax.sharding`.
@@ -37,6 +37,7 @@ from gumbeljax import _checks, _mesh, _shards, categorical
 from gumbeljax._call import Config, Operands, plain_broadcasting, prepare, prepare_logits
 from gumbeljax._keys import row_keys, typed_key, wrong_shape
 from gumbeljax._partition import follows_shardings
+from gumbeljax._tuning import Tuning
 from gumbeljax._typing import Array, ArrayLike, Key, Method, Mode
 from gumbeljax.processing import Processors
 from pallas_kernels import filtered, many
@@ -115,7 +116,7 @@ def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mo
 
 def _prepare_draw(h, w, method, implementation, num_samples, **options):
     """`method="categorical"` runs XLA on every device, unless another implementation was named."""
-    name = "xla" if method == "categorical" and implementation is None else implementation
+    name = "xla" if method == "categorical" and not isinstance(implementation, str) else implementation
     return prepare(h, w, implementation=name, groups=num_samples is not None, **options)
 
 
@@ -125,7 +126,7 @@ def sample(h: ArrayLike, w: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0
            replace: bool = True, valid_vocab: int | None = None, logit_bias: ArrayLike | None = None,
            mask: ArrayLike | None = None, processors: Processors | None = None, vocab_axis: int = 0,
            scale: float | None = None, soft_cap: float | None = None, method: Method = "grouped", mode: Mode | None = None,
-           precision: str | jax.lax.Precision | None = None, implementation: str | None = None,
+           precision: str | jax.lax.Precision | None = None, implementation: str | Tuning | None = None,
            axis_name: str | tuple[str, ...] | None = None, row_offset: ArrayLike | None = None) -> Array:
     """Tokens from `softmax((h @ w.T + logit_bias) / temperature)`; without filters the logits are never written to memory.
 
@@ -180,7 +181,7 @@ def sample_with_log_probs(
         valid_vocab: int | None = None, logit_bias: ArrayLike | None = None, mask: ArrayLike | None = None,
         processors: Processors | None = None, vocab_axis: int = 0, scale: float | None = None, soft_cap: float | None = None,
         method: Method = "grouped", mode: Mode | None = None, precision: str | jax.lax.Precision | None = None,
-        implementation: str | None = None,
+        implementation: str | Tuning | None = None,
         axis_name: str | tuple[str, ...] | None = None, row_offset: ArrayLike | None = None) -> Draw:
     """The tokens of `sample` with their log-probabilities, from the same pass over `w`.
 
@@ -239,7 +240,7 @@ def _greedy(operands: Operands, *, config: Config) -> Array:
 def greedy(h: ArrayLike, w: ArrayLike, *, valid_vocab: int | None = None, logit_bias: ArrayLike | None = None,
            mask: ArrayLike | None = None, processors: Processors | None = None, vocab_axis: int = 0,
            scale: float | None = None, soft_cap: float | None = None, precision: str | jax.lax.Precision | None = None,
-           implementation: str | None = None,
+           implementation: str | Tuning | None = None,
            axis_name: str | tuple[str, ...] | None = None) -> Array:
     """The most probable token of every row, `argmax(h @ w.T + logit_bias)`; equal logits go to the lowest id.
 

@@ -10,6 +10,7 @@ from gumbeljax import _checks, _mesh, _shards, laws
 from gumbeljax._call import Config, Operands, plain_broadcasting, prepare
 from gumbeljax._compat import varying
 from gumbeljax._partition import follows_shardings
+from gumbeljax._tuning import Tuning
 from gumbeljax._typing import Array, ArrayLike
 from gumbeljax.processing import Processors
 from pallas_kernels import filtered, xla
@@ -105,7 +106,7 @@ def log_prob(h: ArrayLike, w: ArrayLike, tokens: ArrayLike, *, temperature: Arra
              top_p: ArrayLike | None = None, min_p: ArrayLike | None = None, valid_vocab: int | None = None,
              logit_bias: ArrayLike | None = None, mask: ArrayLike | None = None, processors: Processors | None = None,
              vocab_axis: int = 0, scale: float | None = None, soft_cap: float | None = None,
-             precision: str | jax.lax.Precision | None = None, implementation: str | None = None,
+             precision: str | jax.lax.Precision | None = None, implementation: str | Tuning | None = None,
              axis_name: str | tuple[str, ...] | None = None) -> Array:
     """`log softmax((h @ w.T + logit_bias) / temperature)[tokens]`; without filters the logits are never written to memory.
 

@@ -1,11 +1,14 @@
 """The benchmarks' own promises: what is timed is not dropped, the law is checked first, results survive the disk."""
 
+import ast
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import bench_cpu, harness, plot
-from benchmarks.shapes import CPU_HEADS, HEADS, ODD
+from benchmarks import bench_cpu, bench_gpu, bench_log_prob, harness, plot, records, timing
+from benchmarks.shapes import CPU_HEADS, GPU_HEADS, HEADS, ODD
 
 
 def test_depend_keeps_the_work_alive():
@@ -37,6 +40,22 @@ def test_time_inside_jit_runs_every_iteration():
     assert len(seconds) == 2 and min(seconds) > 0
 
 
+def test_a_loop_copies_no_constant(monkeypatch):
+    """Arrays that the loop only reads are not among what it returns, or XLA copies them once a call."""
+    compiled = []
+    jit = jax.jit
+
+    def recorded(f, **options):
+        compiled.append(jit(f, **options))
+        return compiled[-1]
+
+    monkeypatch.setattr(jax, "jit", recorded)
+    h, w = jnp.ones((8, 64)), jnp.ones((4096, 64))
+    harness.jitted_loop(lambda h, w: harness.depend(h, h @ w.T), h, w, iterations=3)
+    text = compiled[0].lower(h, w).compile().as_text()
+    assert "4096,64" in text and not any("4096,64" in line for line in text.splitlines() if " copy(" in line)
+
+
 def test_interleave_gives_every_contender_every_round():
     calls = []
     contenders = {name: (lambda name=name: calls.append(name)) for name in "abc"}
@@ -49,7 +68,7 @@ def test_interleave_gives_every_contender_every_round():
 
 def test_ratio_is_taken_round_by_round():
     # A machine that is three times slower in the last round moves no ratio.
-    assert harness.ratio([2.0, 2.0, 6.0], [1.0, 1.0, 3.0])[:3] == (2.0, 2.0, 2.0)
+    assert timing.ratio([2.0, 2.0, 6.0], [1.0, 1.0, 3.0])[:3] == (2.0, 2.0, 2.0)
 
 
 def test_laws_are_checked_before_timing():
@@ -72,15 +91,88 @@ def test_a_wrong_law_is_not_timed():
 
 
 def test_results_are_saved_tabled_and_plotted(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
     row = bench_cpu.measure(ODD, 1, rounds=3)
     assert bench_cpu.table([row]).row_count == 1
     harness.save("small", [row], base=bench_cpu.LOW)
-    result = harness.load("small")
+    result = records.load("small")
     assert result["rows"] == [row] and result["environment"]["versions"]["jax"] == jax.__version__
     plot.plot_ratios(result).savefig(tmp_path / "small.png")
     assert (tmp_path / "small.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_floor_is_the_product_or_the_best_read_rate_of_the_run():
+    def cell(num_bytes, matmul):
+        return {"bytes_of_w": num_bytes, "seconds": {bench_gpu.MATMUL: {"median": matmul}}}
+
+    few, many = bench_gpu.with_floors([cell(100, 2.0), cell(100, 5.0)], 40.0)
+    assert (few["floor"], many["floor"]) == (2.5, 5.0) and few["read_rate"] == 40.0
+
+
+def test_calls_per_loop_fill_the_time():
+    assert timing.calls_per_loop(4 * 10**9, 0) == 15  # 1 ms each
+    assert timing.calls_per_loop(4 * 10**9, 12 * 10**11) == 8  # 2 ms each, of products
+
+
+def test_gpu_cells_compare_tokens_and_report_memory(monkeypatch):
+    monkeypatch.setattr(timing, "calls_per_loop", lambda *_, **__: 2)
+    w, exact_w = bench_gpu.random_head(ODD), bench_gpu.exact_head(ODD)
+    names = [bench_gpu.SAMPLE, bench_gpu.LOW, bench_gpu.ARGMAX, bench_gpu.MATMUL]
+    row = bench_gpu.measure(ODD, 4, w, exact_w, names, rounds=2)
+    assert bench_gpu.table(bench_gpu.with_floors([row], bench_gpu.best_read_rate(w, rounds=2))).row_count == 1
+    assert list(row["seconds"]) == names and row["temp_bytes"] > 0 and row["tokens_compared"] == 4
+    monkeypatch.setattr(bench_gpu.gumbeljax, "sample", lambda h, w, key, implementation=None: jnp.argmax(
+        h @ w.T, axis=-1) + (implementation == "xla"))
+    with pytest.raises(SystemExit, match="tokens differ"):
+        bench_gpu.measure(ODD, 4, w, exact_w, names, rounds=2)
+
+
+def test_exact_heads_are_exact():
+    logits = bench_gpu.exact_states(ODD, 8).astype(jnp.float32) @ bench_gpu.exact_head(ODD).astype(jnp.float32).T
+    quanta = logits * 2.0**10
+    assert (quanta == jnp.round(quanta)).all() and float(jnp.std(logits)) > 0.5
+
+
+def test_wrong_gradients_are_not_timed(monkeypatch):
+    x = bench_log_prob.inputs(ODD, 8, bench_gpu.random_head(ODD))
+    errors = bench_log_prob.check(x, [bench_log_prob.OURS, bench_log_prob.PLAIN])
+    assert errors[bench_log_prob.PLAIN] == 0 < errors[bench_log_prob.OURS] < 0.01
+    monkeypatch.setitem(bench_log_prob.LOSSES, "half", lambda h, w, tokens: jax.lax.stop_gradient(
+        bench_log_prob.LOSSES[bench_log_prob.PLAIN](h, w, tokens)))
+    with pytest.raises(SystemExit, match="half"):
+        bench_log_prob.check(x, ["half", bench_log_prob.PLAIN])
+
+
+def test_log_prob_cells_have_both_passes(monkeypatch):
+    monkeypatch.setattr(timing, "calls_per_loop", lambda *_, **__: 2)
+    names = [bench_log_prob.OURS, bench_log_prob.PLAIN]
+    rows = bench_log_prob.measure(ODD, 4, bench_gpu.random_head(ODD), names, rounds=2, read_rate=1e9)
+    assert [row["pass"] for row in rows] == [bench_log_prob.FORWARD, bench_log_prob.BACKWARD]
+    assert bench_log_prob.table(rows, names).row_count == 2 and all(row["temp_bytes"][names[0]] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("name", ["timing", "records", "shapes", "bench_torch"])
+def test_the_other_side_is_timed_without_jax(name):
+    tree = ast.parse((Path(records.__file__).parent / f"{name}.py").read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not any(module.split(".")[0] in ("jax", "gumbeljax") or module == "benchmarks.harness" for module in imported)
+
+
+def test_peers_laws_are_checked_before_timing(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from benchmarks import bench_torch
+
+    def sampler(scale):
+        return lambda h, w, i: torch.multinomial(torch.softmax(scale * bench_torch.logits_f32(h, w), -1), 1)[:, 0]
+
+    for name, scale in (("right", 1.0), ("cold", 1.2)):
+        monkeypatch.setitem(bench_torch.CONTENDERS, name, bench_torch.Contender(sampler(scale), bench_torch.logits_f32))
+    h, w = bench_torch.inputs(ODD, 1, "cpu")
+    assert bench_torch.check_law("right", h, w) > 1e-6
+    with pytest.raises(SystemExit, match="cold does not draw"):
+        bench_torch.check_law("cold", h, w)
+
+
 def test_head_names_are_unique():
-    assert len({head.name for head in HEADS}) == len(HEADS) and set(CPU_HEADS) <= set(HEADS)
+    assert len({head.name for head in HEADS}) == len(HEADS) and {*CPU_HEADS, *GPU_HEADS} <= set(HEADS)

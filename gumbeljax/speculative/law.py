@@ -10,6 +10,7 @@ import numpy as np
 from gumbeljax import _checks
 from gumbeljax._call import Config, Operands, plain_broadcasting, prepare, prepare_logits
 from gumbeljax._keys import as_threefry, typed_key
+from gumbeljax._tuning import Tuning
 from gumbeljax._typing import Array, ArrayLike, Key
 from gumbeljax.processing import Processors, TokenCounts
 
@@ -46,7 +47,7 @@ class Law(NamedTuple):
     scale: float | None = None
     soft_cap: float | None = None
     precision: str | jax.lax.Precision | None = None
-    implementation: str | None = None
+    implementation: str | Tuning | None = None
 
 
 AXES = {"logit_bias": 1, "mask": 1, "bias_tokens": 1, "bias_values": 1, "allowed_tokens": 1, "banned_tokens": 1,

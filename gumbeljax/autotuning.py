@@ -1,0 +1,188 @@
+"""Measure which implementation and tiles are fastest for a shape on this device, once, into a file.
+
+Nothing is measured when tokens are drawn: a measured table is passed as `implementation`, which makes it part of what a call is
+compiled for.
+"""
+
+import dataclasses
+import functools
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gumbeljax import _checks, _implementation, _tuning
+from gumbeljax._tuning import Tiles, TunedShape, Tuning
+from gumbeljax.sampling import sample
+from pallas_kernels import mosaic, triton, xla
+from pallas_kernels.tiles import MosaicTiles, TritonTiles, XlaTiles
+
+SHARED_MEMORY = 227 * 1024  # bytes that a program may take on the GPUs that we have tuned for
+LOOP_SECONDS = 0.01
+
+
+class Candidate(NamedTuple):
+    """What is tried."""
+
+    implementation: str
+    tiles: Tiles
+
+
+def candidates(h, w, vocab_axis: int = 0) -> list[Candidate]:
+    """What `autotune` tries: today's rule for every implementation that can run the shape, and its neighbours."""
+    head, device = _checks.head(h, w, vocab_axis, None), _implementation.device_facts(h)
+    rows, d_model = head.h.shape
+    found = []
+    for name in _implementation.NAMES:
+        if _implementation.why_not(name, head.h, head.w, device, vocab_axis=head.vocab_axis) is not None:
+            continue
+        if name == "xla":
+            rule = xla.choose_tiles(head.h, head.w, head.vocab) if device.platform == "cpu" else XlaTiles(32768)
+            # XLA is slow for a GPU's many rows, and takes long to compile: no search there.
+            near = near_xla(rule, head.vocab) if device.platform == "cpu" else iter([rule])
+        elif name == "triton":
+            near = near_triton(triton.default_tiles(rows, d_model, head.h.dtype, head.vocab_axis), head.h.dtype.itemsize)
+        elif rows <= 16:
+            continue  # its tiles have 64 rows, and tracing takes seconds each
+        else:
+            near = near_mosaic(mosaic.choose_tiles(rows, d_model), d_model)
+        found += [Candidate(name, tiles) for tiles in dict.fromkeys(near)]
+    return found
+
+
+def near_xla(rule: XlaTiles, vocab: int) -> Iterator[XlaTiles]:
+    yield rule
+    for block in (1024, 2048, 4096, 8192):
+        if block < vocab:
+            yield XlaTiles(block)
+    yield xla.whole(vocab)
+
+
+def near_triton(rule: TritonTiles, itemsize: int) -> Iterator[TritonTiles]:
+    yield rule
+    for vocab, width in ((1, 1), (2, 1), (1, 0.5), (1, 2), (0.5, 2)):
+        for num_warps in (4, 8):
+            for num_stages in (3, 4, 5):
+                tiles = dataclasses.replace(rule, vocab=int(rule.vocab * vocab), d_model=max(16, int(rule.d_model * width)),
+                                            num_warps=num_warps, num_stages=num_stages)
+                buffers = tiles.num_stages * (tiles.vocab + tiles.rows) * tiles.d_model * itemsize
+                sums_of_a_thread = tiles.vocab * tiles.rows // (32 * tiles.num_warps)
+                if tiles.vocab >= 16 and buffers <= SHARED_MEMORY and sums_of_a_thread <= 128:
+                    yield tiles
+
+
+def near_mosaic(rule: MosaicTiles, d_model: int) -> Iterator[MosaicTiles]:
+    yield rule
+    for split_rows in {rule.split_rows, True}:
+        for vocab in (64, 128):
+            for width in (64, 128):
+                for steps in (3, 4, 6):
+                    rows, ids = (128, vocab) if split_rows else (64, 2 * vocab)
+                    fits = steps * (rows + ids) * width * 2 <= SHARED_MEMORY - 16 * 1024  # the epilogue has buffers too
+                    for pair_rows in {rule.pair_rows and split_rows, False}:
+                        if d_model % width == 0 and fits:
+                            yield MosaicTiles(split_rows, vocab, width, steps, pair_rows)
+
+
+def timed_loop(draw: Callable, h, w, keys, iterations: int) -> tuple[Callable[[], float], np.ndarray]:
+    """(a function that runs a compiled loop of draws and returns device seconds for each, the tokens of a draw)."""
+    def draws(h, w, keys):
+        def step(carry, _):
+            tokens = draw(carry[0], w, keys)
+            return (carry[0] + (1e-30 * jnp.max(tokens)).astype(h.dtype), tokens), None  # the next draw waits for this one
+
+        # w is no part of the carry: a loop that returned it would have to copy it.
+        return jax.lax.scan(step, (h, jnp.zeros(h.shape[:1], jnp.int32)), length=iterations)[0]
+
+    loop = jax.jit(draws).lower(h, w, keys).compile()
+
+    def run() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(loop(h, w, keys))
+        return (time.perf_counter() - start) / iterations
+
+    return run, np.asarray(loop(h, w, keys)[1])
+
+
+def autotune(h, w, path: str | Path | None = None, *, vocab_axis: int = 0, rounds: int = 20, command: str = "") -> Tuning:
+    """Finds what is fastest for draws of `h`'s rows from the head `w` on this device, and keeps it.
+
+    Runs `sample` with every implementation that can and with the tiles next to those of its rule, compiles them side by side
+    and times each in loops on the device, in turns; the best few are timed again, and one is kept if it gains more than 1%.
+    Passed over, with one warning, are candidates that do not compile, and those whose tokens differ from those of "xla" in more
+    than one row of fifty (sums that round in another order may flip a near-tie).
+
+    Args:
+      h: `[*batch, d_model]`, on the device to tune for; its values do not matter, but must be finite.
+      w: output table `[vocab, d_model]` (see `vocab_axis`).
+      path: a file; the choice is put into the table that is there, which is made if it is not. None: nothing is written.
+      rounds: turns that each of the best candidates takes.
+      command: said in the file, if not empty: how the table was made.
+
+    Returns:
+      The table, that of the file included. Pass it as `implementation`.
+
+    Raises:
+      ValueError, TypeError: an argument breaks its rule, or the file is not such a table.
+
+    >>> import jax.numpy as jnp, gumbeljax
+    >>> tuning = gumbeljax.autotune(jnp.ones((2, 16)), jnp.ones((64, 16)), rounds=1)
+    >>> gumbeljax.choose_implementation(jnp.ones((2, 16)), jnp.ones((64, 16)), tuning)
+    'xla'
+    """
+    if not (_checks.is_concrete(h) and _checks.is_concrete(w)):
+        raise TypeError("h must be a concrete array, since draws from it are timed; got a traced one: leave jit.")
+    rounds = _checks.count(rounds, "rounds")
+    table = _tuning.load_tuning(path) if path is not None and Path(path).exists() else Tuning()
+    head = _checks.head(h, w, vocab_axis, None)
+    h, w, axis, device = head.h, head.w, head.vocab_axis, _implementation.device_facts(head.h)
+    keys = jax.random.split(jax.random.key(0), len(h))
+    place = _tuning.place_of(device.kind, h, w, axis)
+
+    def loop_of(implementation, iterations: int) -> tuple[Callable[[], float], np.ndarray]:
+        return timed_loop(functools.partial(sample, vocab_axis=axis, implementation=implementation), h, w, keys, iterations)
+
+    def loop_of_candidate(x: Candidate) -> Callable[[], float] | str:
+        """Its loop, or why it is passed over."""
+        try:
+            run, tokens = loop_of(Tuning((TunedShape(place, x.implementation, x.tiles, 0.0, 0.0),)), iterations)
+        except Exception as error:  # whatever a backend says of tiles that do not fit
+            return f"{type(error).__name__}: {error}"[:200]
+        return run if np.mean(tokens != expected) <= 0.02 else "other tokens than xla's"
+
+    run, expected = loop_of("xla", 3)
+    run = loop_of(None, 3)[0]
+    iterations = max(3, min(500, round(LOOP_SECONDS / min(run(), run()))))
+    tried = candidates(h, w, axis)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        made = dict(zip(tried, pool.map(loop_of_candidate, tried), strict=True))
+    if failed := {x: why for x, why in made.items() if isinstance(why, str)}:
+        x, why = next(iter(failed.items()))
+        warnings.warn(f"autotune passed over {len(failed)} of {len(tried)} candidates; of them {x}: {why}", stacklevel=2)
+    loops: dict[Candidate | None, Callable] = {x: loop for x, loop in made.items() if not isinstance(loop, str)}
+    loops[None] = loop_of(None, iterations)[0]  # what runs without a table
+    first = _medians(loops, 3)
+    final = _medians({x: loops[x] for x in {None, *sorted(first, key=lambda x: first[x])[:4]}}, rounds)
+    best, table = min(final, key=lambda x: final[x]), table.without(place)
+    if best is not None and final[best] < 0.99 * final[None]:
+        table = table.updated(TunedShape(place, best.implementation, best.tiles, final[best], final[None]))
+    table = dataclasses.replace(table, command=command or table.command)
+    if path is not None:
+        _tuning.save_tuning(table, path)
+    return table
+
+
+def _medians(loops: dict, rounds: int) -> dict:
+    """Seconds of each, timed in turns."""
+    samples = {name: [] for name in loops}
+    for _ in range(rounds):
+        for name, loop in loops.items():
+            samples[name].append(loop())
+    return {name: float(np.median(s)) for name, s in samples.items()}

@@ -15,7 +15,6 @@ from pallas_kernels.logits import Elementwise
 from pallas_kernels.tiles import XlaTiles
 
 NAMES = ("xla", "triton", "mosaic")
-MOSAIC_FROM_ROWS = 33  # fewer rows: the Triton kernel reads `w` as fast, in smaller programs
 
 
 class DeviceFacts(NamedTuple):
@@ -88,7 +87,7 @@ def choose(h, w, implementation: str | None, device: DeviceFacts, **call) -> str
         return implementation
     if call.get("filters") or device.platform != "gpu" or device.compute_capability == (0, 0):
         return "xla"
-    if h.shape[0] >= MOSAIC_FROM_ROWS and cannot("mosaic") is None:
+    if cannot("mosaic") is None:
         return "mosaic"
     if reason := cannot("triton"):
         warnings.warn(f"{reason}; gumbeljax runs implementation='xla' instead.", stacklevel=2)

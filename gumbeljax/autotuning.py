@@ -49,8 +49,6 @@ def candidates(h, w, vocab_axis: int = 0) -> list[Candidate]:
             near = near_xla(rule, head.vocab) if device.platform == "cpu" else iter([rule])
         elif name == "triton":
             near = near_triton(triton.default_tiles(rows, d_model, head.h.dtype, head.vocab_axis), head.h.dtype.itemsize)
-        elif rows <= 16:
-            continue  # its tiles have 64 rows, and tracing takes seconds each
         else:
             near = near_mosaic(mosaic.choose_tiles(rows, d_model), d_model)
         found += [Candidate(name, tiles) for tiles in dict.fromkeys(near)]

@@ -80,8 +80,8 @@ def test_tiles_change_no_token(vocab, d_model, dtype):
     plt = _compat.pallas_triton()
     want = np.asarray(gumbeljax.sample(h, w, keys, implementation="xla"))
     mgpu = _compat.pallas_mosaic()
-    tiles = [MosaicTiles(False, 128, 64, 2), MosaicTiles(False, 64, 64, 4), MosaicTiles(True, 256, 64, 4),
-             MosaicTiles(True, 128, 128, 2)] if "mosaic" in runnable(h, w) else []
+    tiles = [MosaicTiles(False, 128, 64, 2), MosaicTiles(False, 64, 64, 8), MosaicTiles(True, 64, 64, 6),
+             MosaicTiles(True, 128, 64, 4, True), MosaicTiles(True, 128, 128, 2)] if "mosaic" in runnable(h, w) else []
     tiles += [XlaTiles(1024), XlaTiles(65_536), TritonTiles(32, 16, 64), TritonTiles(128, 16, 32),
               TritonTiles(64, 64, 32, 4, 2), TritonTiles(256, 32, 32, 8, 2)]
     for tile in tiles:

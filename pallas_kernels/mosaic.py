@@ -19,6 +19,7 @@ from pallas_kernels.logits import Elementwise, inverse_temperature, model_logits
 from pallas_kernels.mosaic_race import LOG2_E, Tile, columns, mass_steps, race_steps, row_vector
 from pallas_kernels.tiles import MosaicTiles
 
+
 def why_not(h, w, options, vocab_axis: int) -> str | None:
     """Why this kernel cannot run a call, or None if it can."""
     if h.dtype != w.dtype or h.dtype.name not in ("bfloat16", "float16"):
@@ -42,15 +43,15 @@ def choose_tiles(num_rows: int, d_model: int) -> MosaicTiles:
 
 def last(steps, value=None):
     """The last thing that a generator yields."""
-    for value in steps:  # noqa: B007, PLR1704
+    for value in steps:  # noqa: B007
         pass
     return value
 
 
 def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_model, tiles, num_sms):
     """Runs the kernel; the leaves of a race (high, low, top, total[, model total], winner) or a mass (top, total, argmax), each
-    `[pieces of the vocabulary, rows padded to whole tiles]`, and after a race the model logits of each winning group `[pieces,
-    rows, 16]`.
+    `[pieces of the vocabulary, rows padded to whole tiles]`, and after a race the model logits of each winning group
+    `[pieces, rows, 16]`.
 
     A program keeps one tile of rows and walks over every n-th tile of the vocabulary. Its third warpgroup fetches ahead, over
     the ends of tiles too; the other two draw from the logits of one tile while the tensor cores make those of the next.
@@ -65,8 +66,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     row_tiles, vocab_tiles, steps = pl.cdiv(num_rows, cta_m * pair) * pair, pl.cdiv(vocab, cta_n), d_model // k
     if row_tiles > num_sms:
         whole = row_tiles // pair // 2 * pair * cta_m
-        parts = [launch(h[part], w, keys and tuple(x[part] for x in keys), t[part], options, mgpu=mgpu, wanted=wanted, vocab=vocab,
-                        vocab_axis=vocab_axis, with_model=with_model, tiles=tiles, num_sms=num_sms)
+        parts = [launch(h[part], w, keys and tuple(x[part] for x in keys), t[part], options, mgpu=mgpu, wanted=wanted,
+                        vocab=vocab, vocab_axis=vocab_axis, with_model=with_model, tiles=tiles, num_sms=num_sms)
                  for part in (slice(0, whole), slice(whole, None))]
         return [jnp.concatenate(part, 1) for part in zip(*parts, strict=True)]
     rows, walkers = row_tiles * cta_m, min(num_sms // row_tiles, vocab_tiles)  # walkers share the vocabulary of a tile of rows

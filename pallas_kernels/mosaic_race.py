@@ -57,7 +57,8 @@ def merged_totals(old_top, new_top, old, new, scales):
     """The larger top, and the totals of both sides rescaled to it."""
     top = jnp.maximum(old_top, new_top)
     old_down, new_down = (x - finite(top) for x in (old_top, new_top))
-    return top, [a * jnp.exp2(old_down * scale) + b * jnp.exp2(new_down * scale) for a, b, scale in zip(old, new, scales, strict=True)]
+    return top, [a * jnp.exp2(old_down * scale) + b * jnp.exp2(new_down * scale)
+                 for a, b, scale in zip(old, new, scales, strict=True)]
 
 
 def race_steps(mgpu, tile: Tile, t, scale, words, best):

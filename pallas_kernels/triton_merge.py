@@ -19,7 +19,8 @@ def pack(*vectors):
 
 def kernel(
     vectors_ref,  # u32 [1 + keys, rows]: temperature, key words, first id of a shard
-    *refs,  # f32, winner i32 [pieces, rows]: high, low, winner, top, total(, model total); logits f32 [pieces, rows, 16]; outputs
+    *refs,  # [pieces, rows], f32, winner i32: high, low, winner, top, total(, model total); logits f32 [pieces, rows, 16];
+    # outputs
     with_model, num_keys, sample, plt, vocab, num_pieces,
 ):
     """What one program does: the draw of its row."""

@@ -70,7 +70,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                         vocab=vocab, vocab_axis=vocab_axis, with_model=with_model, tiles=tiles, num_sms=num_sms)
                  for part in (slice(0, whole), slice(whole, None))]
         return [jnp.concatenate(part, 1) for part in zip(*parts, strict=True)]
-    rows, walkers = row_tiles * cta_m, min(num_sms // row_tiles, vocab_tiles)  # walkers share the vocabulary of a tile of rows
+    rows = row_tiles * cta_m
+    walkers = min(num_sms // row_tiles, vocab_tiles)  # programs that share the vocabulary of a tile of rows
     # Only rows that exist are copied, counted in eights: what lies outside an array is slow to fill, and rows of the tile that
     # hold nothing multiply to nothing that is read.
     h = jnp.pad(h, ((0, -num_rows % 8), (0, 0)))

@@ -87,7 +87,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
 
     barrier = functools.partial(mgpu.ClusterBarrier, collective_axes=("pair",)) if tiles.pair_rows else mgpu.Barrier
     scratch = {"h_smem": buffer((cta_m, k)), "w_smem": buffer((cta_n, k) if vocab_axis == 0 else (k, cta_n)),
-               "filled": mgpu.Barrier(num_arrivals=2, num_barriers=slots), "emptied": barrier(num_arrivals=2, num_barriers=slots),
+               "filled": mgpu.Barrier(num_arrivals=2, num_barriers=slots),
+               "emptied": barrier(num_arrivals=2, num_barriers=slots),
                "floats": mgpu.SMEM((2, num_floats, m), jnp.float32), "ids": mgpu.SMEM((2, m), jnp.int32)}
     out_type = [jax.ShapeDtypeStruct((walkers if tiles.split_rows else 2 * walkers, rows), dtype)
                 for dtype in (jnp.float32,) * num_floats + (jnp.int32,)]
@@ -174,9 +175,9 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                     unrolled, best = min(steps, n // noise.GROUP + 4), None
                     for j in range(unrolled):
                         issue(j)
-                        best = next(drawing, best)
                         if j:
-                            complete(j)
+                            complete(j)  # before the drawing: where memory is what is waited for, it must not stand still
+                        best = next(drawing, best)
                     best = last(drawing, best)
 
                     @pl.loop(unrolled, steps)

@@ -5,6 +5,7 @@ groups are put into one `[rows, 8]` matrix before the noise. Reductions run alon
 share scratch memory between the warpgroups.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -38,13 +39,6 @@ def row_vector(mgpu, ref):
     """Loads `[rows]`."""
     layout = mgpu.Layout.WGMMA.reduce(1)
     return mgpu.layout_cast(mgpu.load(ref, layout=layout, optimized=False), layout)
-
-
-def lowest(condition, column, n, first_id, step):
-    """`first_id + step * column` of the first column where `condition` holds, or NO_ID. By a maximum: this backend
-    reduces no minimum of integers."""
-    first = jnp.max(jnp.where(condition, n - column, 0), axis=1)
-    return jnp.where(first > 0, first_id + step * (n - first), race.NO_ID)
 
 
 def finite(top):
@@ -91,7 +85,9 @@ def race_steps(mgpu, tile: Tile, t, scale, words, best):
     best_high = jnp.max(high, axis=1)
     tied = high == spread(best_high)
     best_low = jnp.max(jnp.where(tied, low, -jnp.inf), axis=1)
-    winner = lowest(tied & (low == spread(best_low)), column, COLUMNS, tile.first_id, noise.GROUP)
+    # The first column by a maximum: this backend reduces no minimum of integers.
+    first = jnp.max(jnp.where(tied & (low == spread(best_low)), COLUMNS - column, 0), axis=1)
+    winner = jnp.where(first > 0, tile.first_id + noise.GROUP * (COLUMNS - first), race.NO_ID)
     yield
     top = jnp.max(tops, axis=1)
     down = tops - spread(finite(top))
@@ -110,15 +106,20 @@ def race_steps(mgpu, tile: Tile, t, scale, words, best):
 
 def mass_steps(tile: Tile, scale, best):
     """Adds the mass of a tile to `best`, (top, total, argmax), as `race.mass_over` and `race.merge_masses`. A generator as
-    `race_steps`."""
+    `race_steps`. Groups are put together entry by entry, so that lanes meet once a tile."""
+    old_top, old_total, old_id = best
     shape = (scale.shape[0], noise.GROUP)
-    column, spread = columns(shape), over(shape)
-    for g in range(tile.num_groups):
-        old_top, old_total, old_id = best
+    column, spread, groups = columns(shape), over(shape), range(tile.num_groups)
+    top = jnp.max(functools.reduce(jnp.maximum, map(tile.group, groups)), axis=1)
+    yield
+    total, first = jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
+    end = noise.GROUP * tile.num_groups
+    for g in groups:
         x = tile.group(g)
-        top = jnp.max(x, axis=1)
-        first = lowest(x == spread(top), column, noise.GROUP, tile.first_id + noise.GROUP * g, 1)
-        total = jnp.sum(jnp.exp2((x - spread(finite(top))) * spread(scale)), axis=1)
-        new_top, (total,) = merged_totals(old_top, top, [old_total], [total], [scale])
-        best = new_top, total, jnp.where(top > old_top, first, old_id)
-        yield best
+        total += jnp.exp2((x - spread(finite(top))) * spread(scale))
+        first = jnp.maximum(first, jnp.where(x == spread(top), end - noise.GROUP * g - column, 0))
+        yield
+    first = jnp.max(first, axis=1)
+    best_id = jnp.where(first > 0, tile.first_id + end - first, race.NO_ID)
+    new_top, (total,) = merged_totals(old_top, top, [old_total], [jnp.sum(total, axis=1)], [scale])
+    yield new_top, total, jnp.where(top > old_top, best_id, old_id)

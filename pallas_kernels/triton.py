@@ -14,7 +14,7 @@ from pallas_kernels import noise, race, triton_finish
 from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.logits import Elementwise, model_logits, processed_logits
 from pallas_kernels.tiles import TritonTiles
-from pallas_kernels.triton_finish import given, like
+from pallas_kernels.triton_finish import given, like, widened
 
 
 def tile_logits(plt, h_ref, w_ref, first_id, first_row, *, vocab, num_rows, d_model, vocab_axis, precision, tiles):
@@ -36,7 +36,7 @@ def tile_logits(plt, h_ref, w_ref, first_id, first_row, *, vocab, num_rows, d_mo
             w = plt.load(w_ref.at[d_slice, vocab_slice], mask=keep, other=None if whole else 0.0).T
         keep = None if whole_h else (rows < num_rows)[:, None] & (dims < d_model)[None, :]
         h = plt.load(h_ref.at[pl.ds(first_row, tiles.rows), d_slice], mask=keep, other=None if whole_h else 0.0)
-        return acc + plt.dot(w.astype(h.dtype), h.T, precision=precision)
+        return acc + plt.dot(widened(w, h.dtype), h.T, precision=precision)
 
     acc = jnp.zeros((tiles.vocab, tiles.rows), jnp.float32)
     return lax.fori_loop(0, pl.cdiv(d_model, tiles.d_model), step, acc)
@@ -67,7 +67,8 @@ def kernel(
     key_refs = [refs.pop(0) for _ in range(num_keys)]
     dense_refs = {name: refs.pop(0) for name in dense}
     valid_ref = refs.pop(0) if has_valid else None
-    tile, first_row = pl.program_id(0), pl.program_id(1) * tiles.rows
+    row_tiles = jnp.int32(pl.cdiv(num_rows, tiles.rows))  # neighbours read the same tile of `w`, from the cache
+    tile, first_row = lax.div(pl.program_id(0), row_tiles), lax.rem(pl.program_id(0), row_tiles) * tiles.rows
     first_id = tile * tiles.vocab
     rows = first_row + lax.broadcasted_iota(jnp.int32, (tiles.rows,), 0)
 
@@ -82,8 +83,9 @@ def kernel(
     allowed = None if vocab % tiles.vocab == 0 else ids < vocab
     if valid_ref is not None:
         allowed = ids < jnp.minimum(plt.load(valid_ref.at[pl.ds(0, 1)]), vocab)
-    model = model_logits(x, scale, soft_cap)
-    x = processed_logits(model, Elementwise(**{name: option(ref) for name, ref in dense_refs.items()}), allowed)
+    own = Elementwise(**{name: option(ref) for name, ref in dense_refs.items()})
+    model = model_logits(x, scale, soft_cap, own.weight_scale)
+    x = processed_logits(model, own, allowed)
     t = row_vector(t_ref)
     if wanted == "race":
         out = tuple(race.race_of(x, tuple(map(row_vector, key_refs)), sample, t, first_id))
@@ -103,8 +105,20 @@ def kernel(
             plt.store(ref.at[pl.ds(tile * groups, groups), pl.ds(first_row, tiles.rows)], value, mask=keep)
 
 
-def default_tiles(num_rows: int, d_model: int, dtype, vocab_axis: int) -> TritonTiles:
+def narrow_tiles(num_rows: int, d_model: int) -> TritonTiles:
+    """Tiles for tables of 8 bits and an h of 16: few rows on two warps, where each number costs three instructions to widen
+    and multiply (a whole warpgroup's products cost six), many rows with as many per program as fit, so that it is widened once."""
+    rows = min(max(16, pl.next_power_of_2(num_rows)), 256)
+    width = max(32, min(128 if rows <= 64 else 64, pl.next_power_of_2(d_model)))
+    if rows <= 32:
+        return TritonTiles(vocab=64 if rows == 16 else 128, rows=rows, d_model=width, num_warps=2, num_stages=4)
+    return TritonTiles(vocab=128, rows=rows, d_model=width, num_warps=4 if rows == 64 else 8, num_stages=3)
+
+
+def default_tiles(num_rows: int, d_model: int, dtype, w_dtype) -> TritonTiles:
     """Tiles that were fast on an H200; any power of two is right."""
+    if jnp.dtype(w_dtype).itemsize == 1 and jnp.dtype(dtype).itemsize == 2:
+        return narrow_tiles(num_rows, d_model)
     rows = min(max(16, pl.next_power_of_2(num_rows)), 64)
     width = max(16, min(128, pl.next_power_of_2(d_model)))
     if jnp.dtype(dtype).itemsize == 4:  # float32 operands take twice the shared memory
@@ -125,7 +139,7 @@ def launch(h, w, keys, t, options: Elementwise, *, plt, wanted, vocab, sample, v
            interpret):
     """Runs the kernel over the grid of tiles; every output is `[tiles, rows]` (or `[groups, rows]`)."""
     num_rows, d_model = h.shape
-    tiles = tiles or default_tiles(num_rows, d_model, h.dtype, vocab_axis)
+    tiles = tiles or default_tiles(num_rows, d_model, h.dtype, w.dtype)
     num_tiles = pl.cdiv(vocab, tiles.vocab)
     f32, i32 = jnp.float32, jnp.int32
     kinds = {"race": (f32, f32, i32, f32, f32), "mass": (f32, i32, f32), "groups": (f32, f32)}[wanted]
@@ -140,7 +154,7 @@ def launch(h, w, keys, t, options: Elementwise, *, plt, wanted, vocab, sample, v
         num_keys=len(keys), dense=tuple(options.dense()), has_valid=options.valid is not None, sample=sample, plt=plt,
         vocab=vocab, num_rows=num_rows, d_model=d_model, vocab_axis=vocab_axis, precision=dot_precision(precision), tiles=tiles)
     return pl.pallas_call(
-        body, grid=(num_tiles, pl.cdiv(num_rows, tiles.rows)), out_shape=out_shape, interpret=interpret,
+        body, grid=(num_tiles * pl.cdiv(num_rows, tiles.rows),), out_shape=out_shape, interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         name=f"gumbeljax_{wanted}")(*arguments)
 

@@ -74,9 +74,11 @@ def pad_to_group(x):
 
 def processed_block(h, w, start, size, options: Elementwise, vocab_axis, precision):
     """(model logits, processed logits) of one block, `[size, rows]`."""
-    model = model_logits(block_logits(h, w, start, size, vocab_axis, precision), options.scale, options.soft_cap)
+    own = block_of(options, start, size)
+    raw = block_logits(h, w, start, size, vocab_axis, precision)
+    model = model_logits(raw, options.scale, options.soft_cap, own.weight_scale)
     exists = existing(start + lax.broadcasted_iota(jnp.int32, (size, 1), 0), options)
-    return processed_logits(model, Elementwise(), exists), processed_logits(model, block_of(options, start, size), exists)
+    return processed_logits(model, Elementwise(), exists), processed_logits(model, own, exists)
 
 
 def stage1(h, w, keys, t, options: Elementwise = Elementwise(), *, vocab, sample=0, vocab_axis=0, precision=None,

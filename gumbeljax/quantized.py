@@ -34,6 +34,7 @@ def _quantized(w, *, dtype: str) -> QuantizedHead:
     w = w.astype(jnp.float32)
     largest = jnp.max(jnp.abs(w), axis=1)
     scale = jnp.where(largest < SMALLEST_ROW, 1.0, largest / LARGEST[dtype])
+    scale = jnp.where(jnp.all(jnp.isfinite(w), axis=1), scale, jnp.nan)  # XLA's maximum may pass over a NaN
     q = jnp.clip(w / scale[:, None], -LARGEST[dtype], LARGEST[dtype])  # a float8 out of range would be NaN
     return QuantizedHead((jnp.round(q) if dtype == "int8" else q).astype(dtype), scale)
 
@@ -42,7 +43,7 @@ def quantize_head(w: ArrayLike, dtype=jnp.int8) -> QuantizedHead:
     """`w` in 8 bits, each row scaled so that its largest entry becomes 127 (int8) or 448 (float8_e4m3fn).
 
     Approximate: the new table is another model, whose law is then drawn from exactly. Rounding is to nearest, ties to even. A
-    row of zeros (entries below 2^-100 count as such) has scale 1; one with a NaN or an infinity makes logits NaN.
+    row of zeros (entries below 2^-100 count as such) has scale 1; one with a NaN or an infinity has scale NaN.
 
     Args:
       w: output table `[vocab, d_model]`; bfloat16, float16 or float32.

@@ -1,7 +1,7 @@
 """The plain twin of the kernels: pure JAX on any device, the vocabulary streamed in blocks.
 
 Memory is O(rows * block): a scan slices a block of `w`, makes its logits, and merges what the block says into the carry.
-XLA copies the slice, so where all the logits are smaller than that (few rows) the vocabulary is one block.
+XLA copies the slice, so where all the logits are smaller than that (few rows of float32) the vocabulary is one block.
 """
 
 import functools
@@ -18,10 +18,11 @@ from pallas_kernels.tiles import XlaTiles
 
 
 def choose_tiles(h, w, vocab: int) -> XlaTiles:
-    """Blocks that were fast on a CPU, and never take more memory than the short ones would."""
+    """Blocks that were fast on a CPU, and never take more memory than the short ones would. Narrower numbers are widened
+    block by block: a whole table of them takes XLA ten times as long."""
     short = XlaTiles()
     copied = 0 if w is None else short.block * h.shape[1]
-    return whole(vocab) if h.shape[0] * vocab <= copied else short
+    return whole(vocab) if h.shape[0] * vocab <= copied and h.dtype == w.dtype == jnp.float32 else short
 
 
 def whole(vocab: int) -> XlaTiles:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gumbeljax import _checks
-from gumbeljax._typing import Array, ArrayLike
+from gumbeljax._typing import ArrayLike
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 SMALLEST_ROW = 2.0**-100  # below it: a row of zeros, whose scale would not be a normal float32
@@ -25,8 +25,8 @@ class QuantizedHead(NamedTuple):
       scale: float `[vocab]` or `[vocab, 1]`, used as float32.
     """
 
-    qvalue: Array
-    scale: Array
+    qvalue: ArrayLike
+    scale: ArrayLike
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

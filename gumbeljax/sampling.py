@@ -139,7 +139,7 @@ def sample(h: ArrayLike, w: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0
 
     Args:
       h: hidden states `[*batch, d_model]`; bfloat16, float16 or float32.
-      w: output table `[vocab, d_model]` (see `vocab_axis`); any of the same dtypes.
+      w: output table `[vocab, d_model]` (see `vocab_axis`); any of the same dtypes, or a `gumbeljax.QuantizedHead`.
       key: one key (row i, in row-major order, draws with `jax.random.fold_in(key, i)`; a single `h` of rank 1 with the
         key itself), or an array of keys of shape `[*batch]`. In a decode loop use
         `fold_in(request key, absolute position of the token)`, so that tokens do not depend on the batch.

@@ -120,7 +120,7 @@ def log_prob(h: ArrayLike, w: ArrayLike, tokens: ArrayLike, *, temperature: Arra
 
     Args:
       h: hidden states `[*batch, d_model]`; bfloat16, float16 or float32.
-      w: output table `[vocab, d_model]` (see `vocab_axis`).
+      w: output table `[vocab, d_model]` (see `vocab_axis`), or a `gumbeljax.QuantizedHead`, which is a constant.
       tokens: integers `[*batch]`.
       (the other options: see the top of `gumbeljax.sampling`)
 

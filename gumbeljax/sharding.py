@@ -24,8 +24,9 @@ from gumbeljax.sampling import sample
 from pallas_kernels.noise import GROUP
 
 
-def pad_vocab(w: ArrayLike, num_shards: int, *, vocab_axis: int = 0) -> Array:
-    """`w` with zero rows appended, so that `num_shards` shards are equally wide and start at multiples of 16 tokens.
+def pad_vocab(w: ArrayLike, num_shards: int, *, vocab_axis: int = 0) -> ArrayLike:
+    """`w` (with its scales, if quantised) with zero rows appended, so that `num_shards` shards are equally wide and start at
+    multiples of 16 tokens.
 
     Do it once, when the model is loaded, and pass the old number of tokens as `valid_vocab` from then on: a row of zeros
     has logit 0, and `valid_vocab` keeps it out of the law.

@@ -106,8 +106,8 @@ def kernel(
 
 
 def narrow_tiles(num_rows: int, d_model: int) -> TritonTiles:
-    """Tiles for tables of 8 bits and an h of 16: few rows on two warps, where each number costs three instructions to widen
-    and multiply (a whole warpgroup's products cost six), many rows with as many per program as fit, so that it is widened once."""
+    """Tiles for tables of 8 bits and an h of 16. Few rows: two warps, which take three instructions to widen and multiply a
+    number (a warpgroup takes six). Many rows: as many per program as fit, so that a number is widened once."""
     rows = min(max(16, pl.next_power_of_2(num_rows)), 256)
     width = max(32, min(128 if rows <= 64 else 64, pl.next_power_of_2(d_model)))
     if rows <= 32:

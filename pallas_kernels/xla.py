@@ -21,8 +21,9 @@ def choose_tiles(h, w, vocab: int) -> XlaTiles:
     """Blocks that were fast on a CPU, and never take more memory than the short ones would. Narrower numbers are widened
     block by block: a whole table of them takes XLA ten times as long."""
     short = XlaTiles()
-    copied = 0 if w is None else short.block * h.shape[1]
-    return whole(vocab) if h.shape[0] * vocab <= copied and h.dtype == w.dtype == jnp.float32 else short
+    if w is None or not h.dtype == w.dtype == jnp.float32:
+        return short
+    return whole(vocab) if h.shape[0] * vocab <= short.block * h.shape[1] else short
 
 
 def whole(vocab: int) -> XlaTiles:

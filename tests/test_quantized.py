@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gumbeljax
-from gumbeljax import QuantizedHead, _compat, decode, processing, sharding, speculative
+from gumbeljax import QuantizedHead, _compat, autotuning, decode, processing, sharding, speculative
 from pallas_kernels import many, mosaic, triton, xla
 from pallas_kernels.logits import Elementwise, canonical_temperature
 from pallas_kernels.tiles import TritonTiles
@@ -309,6 +309,15 @@ def test_the_public_functions_choose_triton(rows):
         lower(lambda h, w: gumbeljax.greedy(h, w, implementation="triton"), DEVICES[1], h, heads_[1])
     assert set(chosen) == {"triton"}
     assert mosaic.why_not(h, heads_[0].qvalue, Elementwise(), 0)
+
+
+def test_autotune_knows_them_from_other_tables():
+    h, head, _ = exact_quantized(64, 16, 2, jnp.int8)
+    tuning = gumbeljax.autotune(h, head, rounds=1)
+    assert all(x.place.dtype == "float32 x int8" for x in tuning.shapes)
+    assert gumbeljax.choose_implementation(h, head, tuning) == "xla"
+    narrow = autotuning.near_triton(triton.default_tiles(16, 4096, jnp.bfloat16, jnp.int8), jnp.bfloat16, jnp.int8)
+    assert {tiles.num_warps for tiles in narrow} == {2, 4, 8}
 
 
 def test_padding_for_shards():

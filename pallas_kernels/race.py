@@ -147,4 +147,4 @@ def choose(scored, ids):
 
     One reduction: XLA may compute `scored` twice, with and without fused multiply-adds, and then none equals the maximum.
     """
-    return jnp.min(ids, axis=0) + jnp.argmax(scored, axis=0).astype(jnp.int32)
+    return jnp.min(ids, axis=0) + lax.argmax(scored, 0, jnp.int32)

@@ -9,6 +9,7 @@ from gumbeljax._tuning import TunedShape, Tuning, load_tuning, save_tuning  # no
 from gumbeljax.autotuning import autotune  # noqa: E402
 from gumbeljax.laws import TopLogProbs, kept_tokens, processed_log_probs, top_log_probs  # noqa: E402
 from gumbeljax.processing import Processors, TokenCounts, count_tokens, options_from_config  # noqa: E402
+from gumbeljax.quantized import QuantizedHead, quantize_head  # noqa: E402
 from gumbeljax.relaxation import gumbel_softmax  # noqa: E402
 from gumbeljax.sampling import Draw, greedy, sample, sample_logits, sample_with_log_probs  # noqa: E402
 from gumbeljax.scoring import log_prob  # noqa: E402
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Draw",
     "Processors",
+    "QuantizedHead",
     "TokenCounts",
     "TopLogProbs",
     "TunedShape",
@@ -33,6 +35,7 @@ __all__ = [
     "log_prob",
     "options_from_config",
     "processed_log_probs",
+    "quantize_head",
     "sample",
     "sample_logits",
     "sample_sharded",

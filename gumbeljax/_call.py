@@ -58,13 +58,14 @@ class Operands(NamedTuple):
     factor: Array | None
     offset: Array | None
     filters: Filters | None
+    weight_scale: Array | None = None  # f32 [vocab] of a quantised w
     valid: Array | None = None  # i32: ids of this shard that are not padding, or None when all are real
 
     def dense(self):
         return self.bias, self.mask, self.factor, self.offset
 
     def options(self, config: Config) -> Elementwise:
-        return Elementwise(config.scale, config.soft_cap, *self.dense(), self.valid)
+        return Elementwise(config.scale, config.soft_cap, *self.dense(), self.valid, self.weight_scale)
 
 
 def _operands(h, w, batch_shape, width, vocab, *, temperature, top_k, top_p, min_p, logit_bias, mask, processors) -> Operands:
@@ -88,7 +89,7 @@ def prepare(h, w, *, temperature=1.0, top_k=None, top_p=None, min_p=None, valid_
             groups=False) -> tuple[Operands, Config, tuple[int, ...]]:
     """Checks the arguments common to all entry points; the last result is the batch shape. `groups`: the call will need
     the masses of all groups."""
-    axes = _mesh.vocabulary_axes(axis_name, w, h=h, temperature=temperature)
+    axes = _mesh.vocabulary_axes(axis_name, _checks.table_of(w), h=h, temperature=temperature)
     head, device = _checks.head(h, w, vocab_axis, None if axes else valid_vocab), _implementation.device_facts(h)
     valid = None
     if axes:
@@ -101,7 +102,7 @@ def prepare(h, w, *, temperature=1.0, top_k=None, top_p=None, min_p=None, valid_
         processors = processing.of_shard(processors, first, vocab, head.batch_shape)
     operands = _operands(head.h, head.w, head.batch_shape, head.w.shape[head.vocab_axis], head.vocab, temperature=temperature,
                          top_k=top_k, top_p=top_p, min_p=min_p, logit_bias=logit_bias, mask=mask, processors=processors)
-    operands = operands._replace(valid=valid)
+    operands = operands._replace(valid=valid, weight_scale=head.weight_scale)
     if axes and operands.filters is not None:
         raise NotImplementedError("top_k, top_p and min_p must be None on a vocabulary that is cut over devices; got axis_name="
                                   f"{axes}: gather w and leave axis_name out.")

@@ -11,14 +11,15 @@ from jax.core import Tracer
 
 from gumbeljax._typing import Array
 
-FLOATS = ("bfloat16", "float16", "float32")
+FLOATS, EIGHT_BITS = ("bfloat16", "float16", "float32"), ("int8", "float8_e4m3fn")
 
 
 class Head(NamedTuple):
-    """Checked operands: h `[rows, d_model]`, w as given, and what their shapes say."""
+    """Checked operands: h `[rows, d_model]`, w as given (without its scales), and what their shapes say."""
 
     h: Array
     w: Array
+    weight_scale: Array | None  # f32 [vocab] of a quantised w
     batch_shape: tuple[int, ...]
     num_rows: int
     vocab: int  # ids below this exist; the table may be longer
@@ -61,12 +62,44 @@ def float_array(x, name: str) -> Array:
     return x
 
 
+def is_quantized(w) -> bool:
+    """Whether w is a `QuantizedHead`, or looks like one."""
+    return hasattr(w, "qvalue") and hasattr(w, "scale")
+
+
+def table_of(w):
+    """The array whose shape, and way over a mesh, is that of w."""
+    return w.qvalue if is_quantized(w) else w
+
+
+def quantized_table(w, vocab_axis: int) -> tuple[Array, Array]:
+    """Checked (table, scales f32 `[vocab]`) of a quantised w, constants to differentiation."""
+    q = as_array(w.qvalue, "w.qvalue")
+    if q.dtype.name not in EIGHT_BITS:
+        raise TypeError(f"w.qvalue must be {' or '.join(EIGHT_BITS)}; got {q.dtype}: make w with gumbeljax.quantize_head.")
+    if q.ndim != 2:
+        raise ValueError(f"w.qvalue must be [vocab, d_model]; got shape {shape_of(q)}: pass the two-dimensional output table.")
+    if vocab_axis % 2:
+        raise ValueError(f"vocab_axis must be 0 for a quantised w, which is stored as [vocab, d_model]; got {vocab_axis}: "
+                         "quantise w.T.")
+    if getattr(w, "zero_point", None) is not None:
+        raise ValueError("w.zero_point must be None; got one: quantise w symmetrically, as gumbeljax.quantize_head does.")
+    scale, vocab = float_array(w.scale, "w.scale").astype(jnp.float32), q.shape[0]
+    if scale.shape not in ((vocab,), (vocab, 1)):
+        raise ValueError(f"w.scale must be [{vocab}] or [{vocab}, 1], one number for each token of w.qvalue {shape_of(q)}; got "
+                         f"{shape_of(scale)}: make w with gumbeljax.quantize_head.")
+    return jax.lax.stop_gradient((q, scale.reshape(vocab)))
+
+
 def head(h, w, vocab_axis: int, valid_vocab: int | None) -> Head:
     """Checks h `[*batch, d_model]` against w `[vocab, d_model]`, or `[d_model, vocab]` with `vocab_axis=1`."""
-    h, w = float_array(h, "h"), float_array(w, "w")
+    h, scale = float_array(h, "h"), None
+    w = w if is_quantized(w) else float_array(w, "w")
     if isinstance(vocab_axis, bool) or not isinstance(vocab_axis, int) or vocab_axis not in (0, 1, -1, -2):
         raise ValueError(f"vocab_axis must be 0 for w [vocab, d_model] or 1 for w [d_model, vocab]; got "
                          f"{vocab_axis!r}: pass the number.")
+    if is_quantized(w):
+        w, scale = quantized_table(w, vocab_axis)
     vocab_axis %= 2
     if w.ndim != 2:
         raise ValueError(f"w must be [vocab, d_model]; got shape {shape_of(w)}: pass the two-dimensional output table.")
@@ -81,10 +114,12 @@ def head(h, w, vocab_axis: int, valid_vocab: int | None) -> Head:
         raise ValueError(f"w must have at least one token and one coordinate; got shape {shape_of(w)}: "
                          "pass the output table.")
     # A wider dtype wins, so that neither operand is rounded; w is widened block by block, never as a whole.
-    h = h.astype(jnp.promote_types(h.dtype, w.dtype))
+    h = h if scale is not None else h.astype(jnp.promote_types(h.dtype, w.dtype))
     batch_shape = h.shape[:-1]
     num_rows = math.prod(batch_shape)
-    return Head(h.reshape(num_rows, d_model), w, batch_shape, num_rows, vocabulary(valid_vocab, vocab), vocab_axis)
+    valid = vocabulary(valid_vocab, vocab)
+    return Head(h.reshape(num_rows, d_model), w, None if scale is None else scale[:valid], batch_shape, num_rows, valid,
+                vocab_axis)
 
 
 def vocabulary(valid_vocab: int | None, vocab: int) -> int:

@@ -71,6 +71,8 @@ def why_not(name: str, h, w, device: DeviceFacts, *, vocab_axis=0, options=Eleme
         return reason
     if filters and name != "xla":
         return "top_k, top_p and min_p are run by XLA"
+    if name == "triton" and w.dtype == jnp.float8_e4m3fn and device.compute_capability < (8, 9):
+        return f"it reads {w.dtype} from compute capability 8.9 on"
     if name == "mosaic" and groups:
         return "it draws one token per row"
     return mosaic.why_not(h, w, options, vocab_axis) if name == "mosaic" else None

@@ -95,14 +95,15 @@ def _compiled(call: Call):
         return call.fn(h=h, w=w, **key, **options, **constants, **axis_name)
 
     def run(h, w, key, row_offset, options):
-        batch_shape, width = h.shape[:-1], w.shape[call.vocab_axis]
+        batch_shape, width = h.shape[:-1], _checks.table_of(w).shape[call.vocab_axis]
         # Bad arguments are told with the shapes that the user gave.
         plain = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
         check = {k: v for k, v in constants.items() if k != "implementation"}
         third = {} if key is None else {"key": key}
         jax.eval_shape(lambda options: call.fn(**options, **check), jax.tree.map(plain, {"h": h, "w": w, **third, **options}))
         check_axes(layout, batch_shape, width)
-        specs = (P(*layout.rows), P(layout.vocabulary or None) if call.vocab_axis == 0 else P(None, layout.vocabulary or None))
+        w_spec = P(layout.vocabulary or None) if call.vocab_axis == 0 else P(None, layout.vocabulary or None)
+        specs = (P(*layout.rows), jax.tree.map(lambda _: w_spec, w))  # the scales of a quantised w are cut with it
         if key is not None:
             # A row's key is that of its place in the whole batch.
             words = _keys.row_keys(key, batch_shape, row_offset)
@@ -134,7 +135,7 @@ def as_operand(x, name: str):
 
 def run(fn: Callable, layout: Layout, h, w, options: dict[str, Any]):
     """`fn(h, w, **options)` on the shards of a layout; `options` are those of the whole call."""
-    vocab_axis = options.get("vocab_axis", 0) % 2
+    vocab_axis, table = options.get("vocab_axis", 0) % 2, _checks.table_of(w)
     arrays, constants = {}, {}
     for name, value in options.items():
         if name in DECIDED or value is None:
@@ -144,12 +145,12 @@ def run(fn: Callable, layout: Layout, h, w, options: dict[str, Any]):
         if name == "tokens" and not isinstance(value, jax.Array):
             value = np.asarray(_checks.token_ids(value, np.shape(h)[:-1])).reshape(np.shape(h)[:-1])
         if isinstance(value, Mapping) and name in PER_TOKEN:
-            width = w.shape[vocab_axis]
+            width = table.shape[vocab_axis]
             value = _checks.dense_bias(value, name, width, _checks.vocabulary(options.get("valid_vocab"), width))
         if isinstance(value, Processors):
             # Ids that are known are checked now, too.
             lists = {n: x for n in LISTS if (x := getattr(value, n)) is not None}
-            vocab = _checks.vocabulary(options.get("valid_vocab"), w.shape[vocab_axis])
+            vocab = _checks.vocabulary(options.get("valid_vocab"), table.shape[vocab_axis])
             lists = {n: np.asarray(x, np.int32) if isinstance(x, list | tuple) and not x else x for n, x in lists.items()}
             for n, x in lists.items():
                 token_lists(x, n, np.shape(h)[:-1], vocab)
@@ -178,8 +179,8 @@ def follows_shardings[F: Callable](fn: F) -> F:
             return fn(*args, **kwargs)  # whose message it is
         h, w, vocab_axis = given["h"], given["w"], given.get("vocab_axis", 0)
         is_plain = given.get("axis_name") is None and given.get("method") != "categorical"
-        if is_plain and np.ndim(h) and np.ndim(w) == 2 and vocab_axis in (0, 1, -1, -2):
-            layout = explicit_layout(h, w, vocab_axis % 2)
+        if is_plain and np.ndim(h) and np.ndim(_checks.table_of(w)) == 2 and vocab_axis in (0, 1, -1, -2):
+            layout = explicit_layout(h, _checks.table_of(w), vocab_axis % 2)
             if layout is not None:
                 return run(wrapper, layout, h, w, {k: v for k, v in given.items() if k not in ("h", "w")})
         return fn(*args, **kwargs)

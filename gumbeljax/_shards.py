@@ -12,7 +12,7 @@ from gumbeljax._call import Config, Operands
 from gumbeljax._typing import Array
 from pallas_kernels import many, race
 from pallas_kernels.finish import Draw, Piece, at, has_law, log_normalizer_of
-from pallas_kernels.logits import Elementwise, inverse_temperature
+from pallas_kernels.logits import inverse_temperature, of_model
 
 
 def to_global(ids, first):
@@ -28,8 +28,7 @@ def local_piece(operands: Operands, keys, config: Config, num_samples: int | Non
         return stages.piece(h, w, keys, t, options, with_model=log_probs, **shape)
     model_mass = None
     if log_probs:
-        of_model = Elementwise(options.scale, options.soft_cap, valid=options.valid)
-        model_mass = stages.mass(h, w, jnp.ones_like(t), of_model, **shape)
+        model_mass = stages.mass(h, w, jnp.ones_like(t), of_model(options), **shape)
     top, total = stages.groups(h, w, t, options, **shape)
     return many.pieces(h, w, keys, t, options, top, total, model_mass, num_samples=num_samples, vocab=config.vocab,
                        vocab_axis=config.vocab_axis)

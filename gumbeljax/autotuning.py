@@ -48,7 +48,7 @@ def candidates(h, w, vocab_axis: int = 0) -> list[Candidate]:
             # XLA is slow for a GPU's many rows, and takes long to compile: no search there.
             near = near_xla(rule, head.vocab) if device.platform == "cpu" else iter([rule])
         elif name == "triton":
-            near = near_triton(triton.default_tiles(rows, d_model, head.h.dtype, head.vocab_axis), head.h.dtype.itemsize)
+            near = near_triton(triton.default_tiles(rows, d_model, head.h.dtype, head.w.dtype), head.h.dtype, head.w.dtype)
         else:
             near = near_mosaic(mosaic.choose_tiles(rows, d_model), d_model)
         found += [Candidate(name, tiles) for tiles in dict.fromkeys(near)]
@@ -63,14 +63,16 @@ def near_xla(rule: XlaTiles, vocab: int) -> Iterator[XlaTiles]:
     yield xla.whole(vocab)
 
 
-def near_triton(rule: TritonTiles, itemsize: int) -> Iterator[TritonTiles]:
+def near_triton(rule: TritonTiles, h_dtype, w_dtype) -> Iterator[TritonTiles]:
     yield rule
+    warps = (2, 4, 8) if triton.is_narrow(h_dtype, w_dtype) else (4, 8)
     for vocab, width in ((1, 1), (2, 1), (1, 0.5), (1, 2), (0.5, 2)):
-        for num_warps in (4, 8):
+        for num_warps in warps:
             for num_stages in (3, 4, 5):
                 tiles = dataclasses.replace(rule, vocab=int(rule.vocab * vocab), d_model=max(16, int(rule.d_model * width)),
                                             num_warps=num_warps, num_stages=num_stages)
-                buffers = tiles.num_stages * (tiles.vocab + tiles.rows) * tiles.d_model * itemsize
+                bytes_of_step = tiles.vocab * jnp.dtype(w_dtype).itemsize + tiles.rows * jnp.dtype(h_dtype).itemsize
+                buffers = tiles.num_stages * tiles.d_model * bytes_of_step
                 sums_of_a_thread = tiles.vocab * tiles.rows // (32 * tiles.num_warps)
                 if tiles.vocab >= 16 and buffers <= SHARED_MEMORY and sums_of_a_thread <= 128:
                     yield tiles
@@ -119,7 +121,7 @@ def autotune(h, w, path: str | Path | None = None, *, vocab_axis: int = 0, round
 
     Args:
       h: `[*batch, d_model]`, on the device to tune for; its values do not matter, but must be finite.
-      w: output table `[vocab, d_model]` (see `vocab_axis`).
+      w: output table `[vocab, d_model]` (see `vocab_axis`), or a `gumbeljax.QuantizedHead`.
       path: a file; the choice is put into the table that is there, which is made if it is not. None: nothing is written.
       rounds: turns that each of the best candidates takes.
       command: said in the file, if not empty: how the table was made.
@@ -140,9 +142,9 @@ def autotune(h, w, path: str | Path | None = None, *, vocab_axis: int = 0, round
     rounds = _checks.count(rounds, "rounds")
     table = _tuning.load_tuning(path) if path is not None and Path(path).exists() else Tuning()
     head = _checks.head(h, w, vocab_axis, None)
-    h, w, axis, device = head.h, head.w, head.vocab_axis, _implementation.device_facts(head.h)
+    h, w, axis, device = head.h, w if _checks.is_quantized(w) else head.w, head.vocab_axis, _implementation.device_facts(head.h)
     keys = jax.random.split(jax.random.key(0), len(h))
-    place = _tuning.place_of(device.kind, h, w, axis)
+    place = _tuning.place_of(device.kind, h, head.w, axis)
 
     def loop_of(implementation, iterations: int) -> tuple[Callable[[], float], np.ndarray]:
         return timed_loop(functools.partial(sample, vocab_axis=axis, implementation=implementation), h, w, keys, iterations)

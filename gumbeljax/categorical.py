@@ -26,7 +26,7 @@ def all_logits(operands: Operands, config: Config):
         w = lax.slice_in_dim(w, 0, config.vocab, axis=config.vocab_axis).astype(h.dtype)
         contract = ((1,), (1 - config.vocab_axis,))
         raw = lax.dot_general(h, w, (contract, ((), ())), precision=config.precision, preferred_element_type=jnp.float32)
-    model = model_logits(raw, config.scale, config.soft_cap)
+    model = model_logits(raw, config.scale, config.soft_cap, operands.weight_scale)
     return model, processed_logits(model, operands.options(config))
 
 

@@ -43,7 +43,7 @@ def log_probs(operands: Operands, *, config: Config) -> Array:
 
 def _over_vocabulary(x: Array, h: ArrayLike, w: ArrayLike, batch_shape, vocab_axis: int, fill) -> Array:
     """`[vocab, rows]` as `[*batch, width of w]`: padding of the table holds `fill`."""
-    width = jnp.shape(w)[vocab_axis]
+    width = jnp.shape(_checks.table_of(w))[vocab_axis]
     return jnp.pad(x.T, ((0, 0), (0, width - x.shape[0])), constant_values=fill).reshape(*batch_shape, width)
 
 

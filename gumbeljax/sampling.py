@@ -42,7 +42,7 @@ from gumbeljax._typing import Array, ArrayLike, Key, Method, Mode
 from gumbeljax.processing import Processors
 from pallas_kernels import filtered, many
 from pallas_kernels.finish import Draw, has_law
-from pallas_kernels.logits import Elementwise
+from pallas_kernels.logits import of_model
 
 MAX_SAMPLES = 2**23  # the noise streams of one purpose
 
@@ -62,7 +62,7 @@ def _draw(operands: Operands, keys, *, config: Config, num_samples, replace, log
         return stages.draw(h, w, keys, t, options, with_model=log_probs, **shape)
     model_mass = None
     if log_probs:
-        model_mass = stages.mass(h, w, jnp.ones_like(t), Elementwise(options.scale, options.soft_cap), **shape)
+        model_mass = stages.mass(h, w, jnp.ones_like(t), of_model(options), **shape)
     top, total = stages.groups(h, w, t, options, **shape)
     draw = many.with_replacement if replace else many.without_replacement
     return draw(h, w, keys, t, options, top, total, model_mass, num_samples=num_samples, vocab=config.vocab,
@@ -139,7 +139,7 @@ def sample(h: ArrayLike, w: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0
 
     Args:
       h: hidden states `[*batch, d_model]`; bfloat16, float16 or float32.
-      w: output table `[vocab, d_model]` (see `vocab_axis`); any of the same dtypes.
+      w: output table `[vocab, d_model]` (see `vocab_axis`); any of the same dtypes, or a `gumbeljax.QuantizedHead`.
       key: one key (row i, in row-major order, draws with `jax.random.fold_in(key, i)`; a single `h` of rank 1 with the
         key itself), or an array of keys of shape `[*batch]`. In a decode loop use
         `fold_in(request key, absolute position of the token)`, so that tokens do not depend on the batch.

@@ -41,18 +41,20 @@ def _forward(operands, config):
 
 @plain_broadcasting()
 def _backward(config, residuals, cotangents):
-    """One more pass over the blocks of `w`: each block's logits again, their softmax, and its products with h and w."""
+    """One more pass over the blocks of `w`: each block's logits again, their softmax, and its products with h and w. A
+    quantised `w` is a constant."""
     operands, log_total, top = residuals
     weight = jnp.where(has_law(top, jnp.exp(log_total)), cotangents[0], 0.0)
     top = finite_or_zero(top)  # a row, or a shard's part of it, that is masked altogether has gradient 0, not NaN
     h, w, t, bias = operands.h, operands.w, operands.t, operands.bias
-    others, axis = operands.options(config)._replace(bias=None), config.vocab_axis
+    others, axis, is_learnt = operands.options(config)._replace(bias=None), config.vocab_axis, operands.weight_scale is None
 
     def add_block(grads, start, size):
-        def scores(h, w_block, t, bias_block):  # (l - top) / T of one block, [size, rows]
+        def scores(h, learnt, t, bias_block):  # (l - top) / T of one block, [size, rows]
             shape = {"size": size, "vocab_axis": axis, "precision": config.precision}
-            model = model_logits(xla.block_logits(h, w_block, jnp.int32(0), **shape), config.scale, config.soft_cap)
             options = block_of(others, start, size)
+            raw = xla.block_logits(h, learnt if is_learnt else w_block, jnp.int32(0), **shape)
+            model = model_logits(raw, config.scale, config.soft_cap, options.weight_scale)
             if bias_block is not None:
                 options = options._replace(bias=bias_block[:, None] if bias_block.ndim == 1 else bias_block.T)
             x = processed_logits(model, options, existing(start + lax.broadcasted_iota(jnp.int32, (size, 1), 0), options))
@@ -61,20 +63,20 @@ def _backward(config, residuals, cotangents):
 
         w_block = lax.dynamic_slice_in_dim(w, start, size, axis)
         bias_block = None if bias is None else lax.dynamic_slice_in_dim(bias, start, size, -1)
-        z, pull, alive = jax.vjp(scores, h.astype(jnp.float32), w_block, t, bias_block, has_aux=True)
+        z, pull, alive = jax.vjp(scores, h.astype(jnp.float32), w_block if is_learnt else None, t, bias_block, has_aux=True)
         dh, dw_block, dt, dbias_block = pull(jnp.where(alive, weight * jnp.exp(z - log_total), 0.0))
         put = lambda whole, part, ax: lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), start, ax)  # noqa: E731
-        return (grads[0] + dh, put(grads[1], dw_block, axis), grads[2] + dt,
+        return (grads[0] + dh, put(grads[1], dw_block, axis) if is_learnt else None, grads[2] + dt,
                 None if bias is None else put(grads[3], dbias_block, bias.ndim - 1))
 
-    grads = _mesh.vary((jnp.zeros(h.shape, jnp.float32), jnp.zeros_like(w), jnp.zeros_like(t),
+    grads = _mesh.vary((jnp.zeros(h.shape, jnp.float32), jnp.zeros_like(w) if is_learnt else None, jnp.zeros_like(t),
                         jax.tree.map(jnp.zeros_like, bias)), tuple(varying(weight)))
     block = _block_size(config)
     starts = jnp.arange(config.vocab // block, dtype=jnp.int32) * block
     grads, _ = lax.scan(lambda g, start: (add_block(g, start, block), None), grads, starts)
     if tail := config.vocab % block:
         grads = add_block(grads, jnp.int32(config.vocab - tail), tail)
-    return (Operands(grads[0].astype(h.dtype), grads[1], grads[2], grads[3], *(None,) * 5),)
+    return (Operands(grads[0].astype(h.dtype), grads[1], grads[2], grads[3], *(None,) * 6),)
 
 
 _log_total.defvjp(_forward, _backward)
@@ -87,8 +89,9 @@ def _log_prob(operands: Operands, tokens, *, config: Config) -> Array:
     options, ids = local.options(config), tokens - _mesh.first_id(axes, config.vocab) if axes else tokens
     log_total, top, argmax = _log_total(local, config)  # pyright: ignore[reportGeneralTypeIssues]
     safe = jnp.clip(ids, 0, config.vocab - 1)[None]
-    model = model_logits(token_logits(local.h, local.w, safe, config.vocab_axis), config.scale, config.soft_cap)
-    x = processed_logits(model, rows_of(options, safe))[0]
+    own = rows_of(options, safe)
+    raw = token_logits(local.h, local.w, safe, config.vocab_axis)
+    x = processed_logits(model_logits(raw, config.scale, config.soft_cap, own.weight_scale), own)[0]
     is_real = existing(ids, options)
     is_here = (ids >= 0) & (ids < config.vocab) & (True if is_real is None else is_real)
     is_best = is_here & (ids == argmax)
@@ -117,7 +120,7 @@ def log_prob(h: ArrayLike, w: ArrayLike, tokens: ArrayLike, *, temperature: Arra
 
     Args:
       h: hidden states `[*batch, d_model]`; bfloat16, float16 or float32.
-      w: output table `[vocab, d_model]` (see `vocab_axis`).
+      w: output table `[vocab, d_model]` (see `vocab_axis`), or a `gumbeljax.QuantizedHead`, which is a constant.
       tokens: integers `[*batch]`.
       (the other options: see the top of `gumbeljax.sampling`)
 

@@ -24,8 +24,9 @@ from gumbeljax.sampling import sample
 from pallas_kernels.noise import GROUP
 
 
-def pad_vocab(w: ArrayLike, num_shards: int, *, vocab_axis: int = 0) -> Array:
-    """`w` with zero rows appended, so that `num_shards` shards are equally wide and start at multiples of 16 tokens.
+def pad_vocab(w: ArrayLike, num_shards: int, *, vocab_axis: int = 0) -> ArrayLike:
+    """`w` (with its scales, if quantised) with zero rows appended, so that `num_shards` shards are equally wide and start at
+    multiples of 16 tokens.
 
     Do it once, when the model is loaded, and pass the old number of tokens as `valid_vocab` from then on: a row of zeros
     has logit 0, and `valid_vocab` keeps it out of the law.
@@ -35,6 +36,11 @@ def pad_vocab(w: ArrayLike, num_shards: int, *, vocab_axis: int = 0) -> Array:
     (128, 8)
     """
     num_shards = _checks.count(num_shards, "num_shards")
+    if _checks.is_quantized(w):
+        if vocab_axis not in (0, -2):
+            raise ValueError(f"vocab_axis must be 0 for a quantised w; got {vocab_axis!r}: leave it out.")
+        rows = lambda x: jnp.pad(x, [(0, -x.shape[0] % (GROUP * num_shards))] + [(0, 0)] * (x.ndim - 1))  # noqa: E731
+        return jax.tree.map(rows, w)
     w = jnp.asarray(w)
     if w.ndim != 2 or vocab_axis not in (0, 1, -1, -2):
         raise ValueError(f"w must be [vocab, d_model], or [d_model, vocab] with vocab_axis=1; got shape {list(w.shape)} with "
@@ -76,7 +82,7 @@ def on_mesh(fn: Callable, *, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
                 if name not in free:
                     raise ValueError(f"{argument} must name axes of the mesh, {_mesh.quoted(free)}; got {name!r}: pass one of "
                                      "these.")
-        h, w = (x if hasattr(x, "dtype") else np.asarray(x, np.float32) for x in (h, w))
+        h, w = (x if hasattr(x, "dtype") or _checks.is_quantized(x) else np.asarray(x, np.float32) for x in (h, w))
         batch = h.ndim - 1
         if rows and batch < 1:
             raise ValueError("data_axis must be None for an h of rank 1, which has no rows to cut; got "

@@ -52,9 +52,9 @@ def log_law_at(side: Side, ids, vocab):
     ids = jnp.clip(ids, 0, vocab - 1)
     if side.h is None:
         return log_law(None, ids, side)
-    options = side.options
-    model = model_logits(token_logits(side.h, side.w, ids, side.vocab_axis), options.scale, options.soft_cap)
-    return log_law(processed_logits(model, rows_of(options, ids)), ids, side)
+    own = rows_of(side.options, ids)
+    model = model_logits(token_logits(side.h, side.w, ids, side.vocab_axis), own.scale, own.soft_cap, own.weight_scale)
+    return log_law(processed_logits(model, own), ids, side)
 
 
 def log_law_block(side: Side, start, size):

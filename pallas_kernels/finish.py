@@ -57,9 +57,10 @@ def group_logits(h, w, first, options: Elementwise, *, vocab, vocab_axis):
     """(ids, model logits, processed logits) of one group per row, `[16, rows]`; ids past the vocabulary are masked."""
     ids = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP, h.shape[0]), 0)
     safe = jnp.clip(ids, 0, vocab - 1)
-    model = model_logits(token_logits(h, w, safe, vocab_axis), options.scale, options.soft_cap)
+    own = rows_of(options, safe)
+    model = model_logits(token_logits(h, w, safe, vocab_axis), options.scale, options.soft_cap, own.weight_scale)
     exists = ids < (vocab if options.valid is None else jnp.minimum(vocab, options.valid))
-    return ids, model, processed_logits(model, rows_of(options, safe), exists)
+    return ids, model, processed_logits(model, own, exists)
 
 
 def has_law(top, total):

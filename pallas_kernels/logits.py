@@ -1,6 +1,6 @@
 """The elementwise half of logit processing: what happens to one logit before the race. Runs inside kernels.
 
-Order: `scale -> soft_cap -> [model law] -> bias -> factor, offset (penalties) -> mask -> temperature`.
+Order: `weight_scale -> scale -> soft_cap -> [model law] -> bias -> factor, offset (penalties) -> mask -> temperature`.
 """
 
 from typing import Any, NamedTuple
@@ -11,14 +11,15 @@ from jax import lax
 TINY = 2.0**-100  # a temperature below it is greedy: (l - top) / T would leave the range of float32
 
 
-DENSE = ("bias", "factor", "offset", "mask")
+DENSE = ("bias", "factor", "offset", "mask", "weight_scale")
 
 
 class Elementwise(NamedTuple):
     """Options of the elementwise part. The `DENSE` ones are `[vocab]`, `[rows, vocab]` or None: float32, `mask` bool.
 
     `factor` is 1, or the repetition penalty of a token seen before; `offset` is what presence and frequency take away.
-    `valid` is None or, in a shard of a padded vocabulary, how many of its ids exist (int32, may be traced).
+    `valid` is None or, in a shard of a padded vocabulary, how many of its ids exist (int32, may be traced). `weight_scale` is
+    None or the scales of a quantised table, f32 `[vocab]`.
     """
 
     scale: float | None = None
@@ -28,10 +29,16 @@ class Elementwise(NamedTuple):
     factor: Any = None
     offset: Any = None
     valid: Any = None
+    weight_scale: Any = None
 
     def dense(self) -> dict:
         """The options over the vocabulary that are there, by name."""
         return {name: x for name in DENSE if (x := getattr(self, name)) is not None}
+
+
+def of_model(options: Elementwise) -> Elementwise:
+    """The options that make the model's own law."""
+    return options._replace(bias=None, mask=None, factor=None, offset=None)
 
 
 def existing(ids, options: Elementwise):
@@ -39,8 +46,10 @@ def existing(ids, options: Elementwise):
     return None if options.valid is None else ids < options.valid
 
 
-def model_logits(x, scale, soft_cap):
-    """`soft_cap * tanh(scale * x / soft_cap)`: the model's own logits, float32."""
+def model_logits(x, scale, soft_cap, weight_scale=None):
+    """`soft_cap * tanh(scale * weight_scale * x / soft_cap)`: the model's own logits, float32. `weight_scale` broadcasts."""
+    if weight_scale is not None:
+        x = x * weight_scale
     if scale is not None:
         x = x * jnp.float32(scale)
     if soft_cap is not None:

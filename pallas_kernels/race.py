@@ -143,5 +143,8 @@ def token_scores(x, keys, sample, t, ids):
 
 
 def choose(scored, ids):
-    """The id with the largest score along axis 0, the lowest of equals; NO_ID where a score is NaN."""
-    return first_where(scored == jnp.max(scored, axis=0), ids)
+    """The id with the largest score along axis 0, the lowest of equals; ids count up by one. Where a score is NaN, any id.
+
+    One reduction: XLA may compute `scored` twice, with and without fused multiply-adds, and then none equals the maximum.
+    """
+    return jnp.min(ids, axis=0) + lax.argmax(scored, 0, jnp.int32)

@@ -14,11 +14,21 @@ from pallas_kernels import noise, race, triton_finish
 from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.logits import Elementwise, model_logits, processed_logits
 from pallas_kernels.tiles import TritonTiles
-from pallas_kernels.triton_finish import given, like
+from pallas_kernels.triton_finish import given, like, widened
 
 
-def tile_logits(plt, h_ref, w_ref, first_id, first_row, *, vocab, num_rows, d_model, vocab_axis, precision, tiles):
-    """Raw logits `[tile vocab, tile rows]`, f32."""
+def interleaved(x):
+    """x `[n, d]` with its columns reordered inside every 16: a product of two such tables is that of the tables.
+
+    A thread of a warpgroup multiplies columns 2t, 2t + 1, 2t + 8 and 2t + 9. Reordered, these are four neighbours in memory:
+    one load of four numbers of 8 bits in place of two loads and the shuffles that join them.
+    """
+    n, d = x.shape
+    return x.reshape(n, d // 16, 4, 2, 2).transpose(0, 1, 3, 2, 4).reshape(n, d)
+
+
+def tile_logits(plt, h_ref, w_ref, first_id, first_row, *, vocab, num_rows, d_model, vocab_axis, precision, tiles, interleave):
+    """Raw logits `[tile vocab, tile rows]`, f32. `interleave`: h is `interleaved`, and w is to be."""
     ids = first_id + lax.broadcasted_iota(jnp.int32, (tiles.vocab,), 0)
     rows = first_row + lax.broadcasted_iota(jnp.int32, (tiles.rows,), 0)
     whole = vocab % tiles.vocab == 0 and d_model % tiles.d_model == 0
@@ -36,7 +46,8 @@ def tile_logits(plt, h_ref, w_ref, first_id, first_row, *, vocab, num_rows, d_mo
             w = plt.load(w_ref.at[d_slice, vocab_slice], mask=keep, other=None if whole else 0.0).T
         keep = None if whole_h else (rows < num_rows)[:, None] & (dims < d_model)[None, :]
         h = plt.load(h_ref.at[pl.ds(first_row, tiles.rows), d_slice], mask=keep, other=None if whole_h else 0.0)
-        return acc + plt.dot(w.astype(h.dtype), h.T, precision=precision)
+        w = interleaved(w) if interleave else w
+        return acc + plt.dot(widened(w, h.dtype), h.T, precision=precision)
 
     acc = jnp.zeros((tiles.vocab, tiles.rows), jnp.float32)
     return lax.fori_loop(0, pl.cdiv(d_model, tiles.d_model), step, acc)
@@ -60,14 +71,15 @@ def kernel(
     t_ref,  # f32 [rows]
     *refs,  # u32 [rows] x num_keys (draw); the dense options, f32 or i8 [vocab] or [rows, vocab]; valid i32 [1]; outputs
     wanted, with_model, scale, soft_cap, num_keys, dense, has_valid, sample, plt, vocab, num_rows, d_model, vocab_axis,
-    precision, tiles,
+    precision, tiles, interleave,
 ):
     """What one program does: the logits of its tile, and what they say in the `wanted` form."""
     refs = list(refs)
     key_refs = [refs.pop(0) for _ in range(num_keys)]
     dense_refs = {name: refs.pop(0) for name in dense}
     valid_ref = refs.pop(0) if has_valid else None
-    tile, first_row = pl.program_id(0), pl.program_id(1) * tiles.rows
+    row_tiles = jnp.int32(pl.cdiv(num_rows, tiles.rows))  # neighbours read the same tile of `w`, from the cache
+    tile, first_row = lax.div(pl.program_id(0), row_tiles), lax.rem(pl.program_id(0), row_tiles) * tiles.rows
     first_id = tile * tiles.vocab
     rows = first_row + lax.broadcasted_iota(jnp.int32, (tiles.rows,), 0)
 
@@ -75,15 +87,16 @@ def kernel(
         return plt.load(ref.at[pl.ds(first_row, tiles.rows)], mask=rows < num_rows, other=0)
 
     x = tile_logits(plt, h_ref, w_ref, first_id, first_row, vocab=vocab, num_rows=num_rows, d_model=d_model,
-                    vocab_axis=vocab_axis, precision=precision, tiles=tiles)
+                    vocab_axis=vocab_axis, precision=precision, tiles=tiles, interleave=interleave)
     option = functools.partial(tile_option, plt, first_id=first_id, first_row=first_row, vocab=vocab,
                                num_rows=num_rows, tiles=tiles)
     ids = first_id + lax.broadcasted_iota(jnp.int32, (tiles.vocab, 1), 0)
     allowed = None if vocab % tiles.vocab == 0 else ids < vocab
     if valid_ref is not None:
         allowed = ids < jnp.minimum(plt.load(valid_ref.at[pl.ds(0, 1)]), vocab)
-    model = model_logits(x, scale, soft_cap)
-    x = processed_logits(model, Elementwise(**{name: option(ref) for name, ref in dense_refs.items()}), allowed)
+    own = Elementwise(**{name: option(ref) for name, ref in dense_refs.items()})
+    model = model_logits(x, scale, soft_cap, own.weight_scale)
+    x = processed_logits(model, own, allowed)
     t = row_vector(t_ref)
     if wanted == "race":
         out = tuple(race.race_of(x, tuple(map(row_vector, key_refs)), sample, t, first_id))
@@ -103,8 +116,25 @@ def kernel(
             plt.store(ref.at[pl.ds(tile * groups, groups), pl.ds(first_row, tiles.rows)], value, mask=keep)
 
 
-def default_tiles(num_rows: int, d_model: int, dtype, vocab_axis: int) -> TritonTiles:
+def is_narrow(h_dtype, w_dtype) -> bool:
+    """Whether w has 8 bits and h 16."""
+    return (jnp.dtype(h_dtype).itemsize, jnp.dtype(w_dtype).itemsize) == (2, 1)
+
+
+def narrow_tiles(num_rows: int, d_model: int) -> TritonTiles:
+    """Tiles for tables of 8 bits and an h of 16, by the instructions that a number takes to be widened and multiplied: three to
+    four. Few rows: two warps, which need no `interleaved` h. Many: so many that two programs still fit, and take turns."""
+    rows = min(max(16, pl.next_power_of_2(num_rows)), 128)
+    width = max(32, min(128 if rows <= 64 else 64, pl.next_power_of_2(d_model)))
+    if rows == 16:
+        return TritonTiles(vocab=64, rows=rows, d_model=width, num_warps=2, num_stages=4)
+    return TritonTiles(vocab=128, rows=rows, d_model=width, num_warps=4, num_stages=3 if rows <= 64 else 4)
+
+
+def default_tiles(num_rows: int, d_model: int, dtype, w_dtype) -> TritonTiles:
     """Tiles that were fast on an H200; any power of two is right."""
+    if is_narrow(dtype, w_dtype):
+        return narrow_tiles(num_rows, d_model)
     rows = min(max(16, pl.next_power_of_2(num_rows)), 64)
     width = max(16, min(128, pl.next_power_of_2(d_model)))
     if jnp.dtype(dtype).itemsize == 4:  # float32 operands take twice the shared memory
@@ -125,22 +155,24 @@ def launch(h, w, keys, t, options: Elementwise, *, plt, wanted, vocab, sample, v
            interpret):
     """Runs the kernel over the grid of tiles; every output is `[tiles, rows]` (or `[groups, rows]`)."""
     num_rows, d_model = h.shape
-    tiles = tiles or default_tiles(num_rows, d_model, h.dtype, vocab_axis)
+    tiles = tiles or default_tiles(num_rows, d_model, h.dtype, w.dtype)
     num_tiles = pl.cdiv(vocab, tiles.vocab)
     f32, i32 = jnp.float32, jnp.int32
     kinds = {"race": (f32, f32, i32, f32, f32), "mass": (f32, i32, f32), "groups": (f32, f32)}[wanted]
     height = num_tiles * (tiles.vocab // noise.GROUP if wanted == "groups" else 1)
     keys = keys if wanted == "race" else ()
-    arguments = [h, w, t, *keys, *given(options)]
+    interleave = is_narrow(h.dtype, w.dtype) and tiles.num_warps % 4 == 0 and d_model % 16 == 0 and vocab_axis == 0
+    arguments = [interleaved(h) if interleave else h, w, t, *keys, *given(options)]
     out_shape = [like(arguments, (height, num_rows), kind) for kind in kinds]
     if with_model:
         out_shape += [like(arguments, (num_tiles, num_rows), kind) for kind in (f32, i32, f32)]
     body = functools.partial(
         kernel, wanted=wanted, with_model=with_model, scale=options.scale, soft_cap=options.soft_cap,
         num_keys=len(keys), dense=tuple(options.dense()), has_valid=options.valid is not None, sample=sample, plt=plt,
-        vocab=vocab, num_rows=num_rows, d_model=d_model, vocab_axis=vocab_axis, precision=dot_precision(precision), tiles=tiles)
+        vocab=vocab, num_rows=num_rows, d_model=d_model, vocab_axis=vocab_axis, precision=dot_precision(precision), tiles=tiles,
+        interleave=interleave)
     return pl.pallas_call(
-        body, grid=(num_tiles, pl.cdiv(num_rows, tiles.rows)), out_shape=out_shape, interpret=interpret,
+        body, grid=(num_tiles * pl.cdiv(num_rows, tiles.rows),), out_shape=out_shape, interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         name=f"gumbeljax_{wanted}")(*arguments)
 

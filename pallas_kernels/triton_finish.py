@@ -22,6 +22,14 @@ def given(options: Elementwise) -> list:
     return dense if options.valid is None else [*dense, jnp.asarray(options.valid, jnp.int32).reshape(1)]
 
 
+def widened(w, dtype):
+    """w in the dtype of h, exactly. float8 becomes bfloat16 by way of float16 and float32: Hopper converts these in pairs, and
+    float16 to bfloat16 slowly."""
+    if w.dtype == jnp.float8_e4m3fn and dtype == jnp.bfloat16:
+        w = w.astype(jnp.float16).astype(jnp.float32)
+    return w.astype(dtype)
+
+
 def like(arguments, shape, dtype):
     """An output of a kernel. Inside `shard_map` it varies over the mesh axes over which any argument does."""
     varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arguments))
@@ -69,16 +77,17 @@ def kernel(
         else:
             w = plt.load(w_ref.at[pl.ds(start, chunk), pl.ds(group, noise.GROUP)], mask=keep.T, other=0.0).T
         h = plt.load(h_ref.at[row, pl.ds(start, chunk)], mask=dims < d_model, other=0.0)
-        total += jnp.sum(w.astype(h.dtype).astype(jnp.float32) * h.astype(jnp.float32)[None, :], axis=1)
+        total += jnp.sum(widened(w, h.dtype).astype(jnp.float32) * h.astype(jnp.float32)[None, :], axis=1)
 
     def option(ref):
         where = (pl.ds(group, noise.GROUP),) if len(ref.shape) == 1 else (row, pl.ds(group, noise.GROUP))
         x = plt.load(ref.at[where], mask=(ids < vocab)[:, 0], other=0)[:, None]
         return x != 0 if x.dtype == jnp.int8 else x
 
-    model = model_logits(total[:, None], scale, soft_cap)
+    own = Elementwise(**{name: option(ref) for name, ref in dense_refs.items()})
+    model = model_logits(total[:, None], scale, soft_cap, own.weight_scale)
     exists = ids < (vocab if valid_ref is None else jnp.minimum(plt.load(valid_ref.at[pl.ds(0, 1)]), vocab))
-    x = processed_logits(model, Elementwise(**{name: option(ref) for name, ref in dense_refs.items()}), exists)
+    x = processed_logits(model, own, exists)
     model_mass = None
     if with_model:
         top, total = (of_tiles(ref, other) for ref, other in zip(tile_refs[5:], (-jnp.inf, 0.0), strict=True))

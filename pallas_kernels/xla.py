@@ -1,7 +1,7 @@
 """The plain twin of the kernels: pure JAX on any device, the vocabulary streamed in blocks.
 
 Memory is O(rows * block): a scan slices a block of `w`, makes its logits, and merges what the block says into the carry.
-XLA copies the slice, so where all the logits are smaller than that (few rows) the vocabulary is one block.
+XLA copies the slice, so where all the logits are smaller than that (few rows of float32) the vocabulary is one block.
 """
 
 import functools
@@ -18,10 +18,12 @@ from pallas_kernels.tiles import XlaTiles
 
 
 def choose_tiles(h, w, vocab: int) -> XlaTiles:
-    """Blocks that were fast on a CPU, and never take more memory than the short ones would."""
+    """Blocks that were fast on a CPU, and never take more memory than the short ones would. Narrower numbers are widened
+    block by block: a whole table of them takes XLA ten times as long."""
     short = XlaTiles()
-    copied = 0 if w is None else short.block * h.shape[1]
-    return whole(vocab) if h.shape[0] * vocab <= copied else short
+    if w is None or not h.dtype == w.dtype == jnp.float32:
+        return short
+    return whole(vocab) if h.shape[0] * vocab <= short.block * h.shape[1] else short
 
 
 def whole(vocab: int) -> XlaTiles:
@@ -74,9 +76,11 @@ def pad_to_group(x):
 
 def processed_block(h, w, start, size, options: Elementwise, vocab_axis, precision):
     """(model logits, processed logits) of one block, `[size, rows]`."""
-    model = model_logits(block_logits(h, w, start, size, vocab_axis, precision), options.scale, options.soft_cap)
+    own = block_of(options, start, size)
+    raw = block_logits(h, w, start, size, vocab_axis, precision)
+    model = model_logits(raw, options.scale, options.soft_cap, own.weight_scale)
     exists = existing(start + lax.broadcasted_iota(jnp.int32, (size, 1), 0), options)
-    return processed_logits(model, Elementwise(), exists), processed_logits(model, block_of(options, start, size), exists)
+    return processed_logits(model, Elementwise(), exists), processed_logits(model, own, exists)
 
 
 def stage1(h, w, keys, t, options: Elementwise = Elementwise(), *, vocab, sample=0, vocab_axis=0, precision=None,

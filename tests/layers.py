@@ -24,6 +24,7 @@ LAYERS: dict[str, int] = {
     "gumbeljax._tuning": 1,
     "gumbeljax._keys": 1,
     "gumbeljax.processing": 1,
+    "gumbeljax.quantized": 1,
     "gumbeljax._mesh": 1,
     "gumbeljax._call": 1,
     "gumbeljax._shards": 2,

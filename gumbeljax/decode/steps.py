@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gumbeljax import kv_cache
+from gumbeljax import _checks, kv_cache
 from gumbeljax._typing import Key
 from gumbeljax.decode.state import DecodeState, drawn_tokens, filler, request_keys
 from gumbeljax.processing import Processors, TokenCounts, occurrences
@@ -58,7 +58,7 @@ def _options(state: DecodeState, rules: Rules, sampling, w, sample_fn) -> dict[s
     processors = (options.get("processors") or Processors())._replace(**rare)
     penalties = (processors.repetition_penalty, processors.presence_penalty, processors.frequency_penalty)
     if processors.counts is None and any(penalty is not None for penalty in penalties):
-        vocab = w.shape[getattr(sample_fn, "keywords", {}).get("vocab_axis", 0)]
+        vocab = _checks.table_of(w).shape[getattr(sample_fn, "keywords", {}).get("vocab_axis", 0)]
         processors = processors._replace(counts=_counts(state, vocab))
     if any(value is not None for value in processors):
         options["processors"] = processors

@@ -58,6 +58,19 @@ def test_every_way_and_layout(shape, way, vocab_axis):
     np.testing.assert_allclose(log_prob, want.model_log_prob, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("way", ["manual", "explicit", "auto"])
+def test_a_quantised_table_is_cut_with_its_scales(way):
+    h, w, keys, _, _ = one_device(0)
+    scale = 2.0 ** (jnp.arange(VOCAB) % 3 - 1)
+    head = gumbeljax.QuantizedHead(jnp.sign(w).astype(jnp.int8), scale[:, None])
+    draw = functools.partial(gumbeljax.sample_with_log_probs, temperature=0.7, valid_vocab=VOCAB - 5)
+    log_prob = functools.partial(gumbeljax.log_prob, valid_vocab=VOCAB - 5)
+    want = draw(h, head, keys)
+    run = functools.partial(meshes.WAYS[way], mesh=meshes.mesh_of((2, 4)), data_axis="data", vocab_axis=0)
+    assert_same_draw(run(draw)(h, head, keys), want)
+    np.testing.assert_allclose(run(log_prob)(h, head, want.token), want.model_log_prob, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("way", ["explicit", "auto"])
 def test_a_temperature_per_row_and_one_key_for_the_batch(way):
     """Where the library sees the whole batch, row i of it draws with fold_in(key, i) on every mesh."""

@@ -65,6 +65,8 @@ def near_xla(rule: XlaTiles, vocab: int) -> Iterator[XlaTiles]:
 
 def near_triton(rule: TritonTiles, h_dtype, w_dtype) -> Iterator[TritonTiles]:
     yield rule
+    if rule.rows <= 16:
+        yield from (triton.stored_tiles(rows) for rows in (1, 4, 16))
     warps = (2, 4, 8) if triton.is_narrow(h_dtype, w_dtype) else (4, 8)
     for vocab, width in ((1, 1), (2, 1), (1, 0.5), (1, 2), (0.5, 2)):
         for num_warps in warps:

@@ -18,13 +18,18 @@ class XlaTiles:
 
 @dataclass(frozen=True)
 class TritonTiles:
-    """A program scores `vocab` ids for `rows` rows, `d_model` coordinates at a time (powers of two)."""
+    """A program scores `vocab` ids for `rows` rows, `d_model` coordinates at a time (powers of two).
+
+    `stored`: XLA makes the logits and stores them, and a program reads its own: for very few rows, whose product XLA streams
+    best.
+    """
 
     vocab: int = 64
     rows: int = 16
     d_model: int = 128
     num_warps: int = 4
     num_stages: int = 4
+    stored: bool = False
 
 
 @dataclass(frozen=True)

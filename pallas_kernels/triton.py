@@ -28,7 +28,7 @@ def interleaved(x):
 
 
 def tile_logits(plt, h_ref, w_ref, first_id, first_row, *, vocab, num_rows, d_model, vocab_axis, precision, tiles, interleave):
-    """Raw logits `[tile vocab, tile rows]`, f32. `interleave`: h is `interleaved`, and w is to be."""
+    """Raw logits `[tile vocab, tile rows]`, f32; with w None, h holds them. `interleave`: h is `interleaved`, and w is to be."""
     ids = first_id + lax.broadcasted_iota(jnp.int32, (tiles.vocab,), 0)
     rows = first_row + lax.broadcasted_iota(jnp.int32, (tiles.rows,), 0)
     whole = vocab % tiles.vocab == 0 and d_model % tiles.d_model == 0
@@ -49,6 +49,9 @@ def tile_logits(plt, h_ref, w_ref, first_id, first_row, *, vocab, num_rows, d_mo
         w = interleaved(w) if interleave else w
         return acc + plt.dot(widened(w, h.dtype), h.T, precision=precision)
 
+    if w_ref is None:
+        keep = (rows < num_rows)[:, None] & (ids < vocab)[None, :]
+        return plt.load(h_ref.at[pl.ds(first_row, tiles.rows), pl.ds(first_id, tiles.vocab)], mask=keep, other=0.0).T
     acc = jnp.zeros((tiles.vocab, tiles.rows), jnp.float32)
     return lax.fori_loop(0, pl.cdiv(d_model, tiles.d_model), step, acc)
 
@@ -66,15 +69,16 @@ def tile_option(plt, ref, first_id, first_row, *, vocab, num_rows, tiles):
 
 
 def kernel(
-    h_ref,  # [rows, d_model]
-    w_ref,  # [vocab, d_model] or [d_model, vocab]
+    h_ref,  # [rows, d_model], or raw logits f32 [rows, vocab]
     t_ref,  # f32 [rows]
-    *refs,  # u32 [rows] x num_keys (draw); the dense options, f32 or i8 [vocab] or [rows, vocab]; valid i32 [1]; outputs
-    wanted, with_model, scale, soft_cap, num_keys, dense, has_valid, sample, plt, vocab, num_rows, d_model, vocab_axis,
+    *refs,  # w [vocab, d_model] or [d_model, vocab], unless h holds the logits; u32 [rows] x num_keys (draw); the dense
+    # options, f32 or i8 [vocab] or [rows, vocab]; valid i32 [1]; outputs
+    has_w, wanted, with_model, scale, soft_cap, num_keys, dense, has_valid, sample, plt, vocab, num_rows, d_model, vocab_axis,
     precision, tiles, interleave,
 ):
     """What one program does: the logits of its tile, and what they say in the `wanted` form."""
     refs = list(refs)
+    w_ref = refs.pop(0) if has_w else None
     key_refs = [refs.pop(0) for _ in range(num_keys)]
     dense_refs = {name: refs.pop(0) for name in dense}
     valid_ref = refs.pop(0) if has_valid else None
@@ -151,23 +155,41 @@ def dot_precision(precision):
     return names.get(precision, precision)
 
 
+def stored_tiles(num_rows: int) -> TritonTiles:
+    """Tiles of stored logits, 4,096 a program."""
+    rows = min(pl.next_power_of_2(num_rows), 16)
+    return TritonTiles(vocab=4096 // rows, rows=rows, stored=True)
+
+
+def operands(h, w, tiles: TritonTiles, *, vocab, vocab_axis, precision):
+    """(h, w), or (raw logits, None) where they are to be stored."""
+    if not tiles.stored or w is None:
+        return h, w
+    table = lax.slice_in_dim(w, 0, vocab, axis=vocab_axis)
+    contract = ((1,), (1 - vocab_axis,)), ((), ())
+    return lax.dot_general(h, widened(table, h.dtype), contract, precision=precision, preferred_element_type=jnp.float32), None
+
+
 def launch(h, w, keys, t, options: Elementwise, *, plt, wanted, vocab, sample, vocab_axis, precision, with_model, tiles,
            interpret):
-    """Runs the kernel over the grid of tiles; every output is `[tiles, rows]` (or `[groups, rows]`)."""
+    """Runs the kernel over the grid of tiles; every output is `[tiles, rows]` (or `[groups, rows]`). With w None, h holds the
+    raw logits `[rows, vocab]`."""
     num_rows, d_model = h.shape
     tiles = tiles or default_tiles(num_rows, d_model, h.dtype, w.dtype)
+    h, w = operands(h, w, tiles, vocab=vocab, vocab_axis=vocab_axis, precision=precision)
     num_tiles = pl.cdiv(vocab, tiles.vocab)
     f32, i32 = jnp.float32, jnp.int32
     kinds = {"race": (f32, f32, i32, f32, f32), "mass": (f32, i32, f32), "groups": (f32, f32)}[wanted]
     height = num_tiles * (tiles.vocab // noise.GROUP if wanted == "groups" else 1)
     keys = keys if wanted == "race" else ()
-    interleave = is_narrow(h.dtype, w.dtype) and tiles.num_warps % 4 == 0 and d_model % 16 == 0 and vocab_axis == 0
-    arguments = [interleaved(h) if interleave else h, w, t, *keys, *given(options)]
+    interleave = (w is not None and is_narrow(h.dtype, w.dtype) and tiles.num_warps % 4 == 0 and d_model % 16 == 0
+                  and vocab_axis == 0)
+    arguments = [interleaved(h) if interleave else h, t, *([] if w is None else [w]), *keys, *given(options)]
     out_shape = [like(arguments, (height, num_rows), kind) for kind in kinds]
     if with_model:
         out_shape += [like(arguments, (num_tiles, num_rows), kind) for kind in (f32, i32, f32)]
     body = functools.partial(
-        kernel, wanted=wanted, with_model=with_model, scale=options.scale, soft_cap=options.soft_cap,
+        kernel, has_w=w is not None, wanted=wanted, with_model=with_model, scale=options.scale, soft_cap=options.soft_cap,
         num_keys=len(keys), dense=tuple(options.dense()), has_valid=options.valid is not None, sample=sample, plt=plt,
         vocab=vocab, num_rows=num_rows, d_model=d_model, vocab_axis=vocab_axis, precision=dot_precision(precision), tiles=tiles,
         interleave=interleave)
@@ -180,6 +202,8 @@ def launch(h, w, keys, t, options: Elementwise, *, plt, wanted, vocab, sample, v
 def piece(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, sample=0, vocab_axis=0, precision=None,
           with_model=False, tiles=None, interpret=False) -> Piece:
     """As `xla.piece`. `plt` is jax's Triton module."""
+    tiles = tiles or default_tiles(*h.shape, h.dtype, w.dtype)
+    h, w = operands(h, w, tiles, vocab=vocab, vocab_axis=vocab_axis, precision=precision)
     out = launch(h, w, keys, t, options, plt=plt, wanted="race", vocab=vocab, sample=sample, vocab_axis=vocab_axis,
                  precision=precision, with_model=with_model, tiles=tiles, interpret=interpret)
     model = race.Mass(*out[5:]) if with_model else None

@@ -37,15 +37,15 @@ def like(arguments, shape, dtype):
 
 
 def kernel(
-    h_ref,  # [rows, d_model]
-    w_ref,  # [vocab, d_model] or [d_model, vocab]
+    h_ref,  # [rows, d_model], or raw logits f32 [rows, vocab]
     t_ref,  # f32 [rows]
-    *refs,  # u32 [rows] x num_keys; dense options; valid i32 [1]; per tile: high, low, winner, top, total [tiles, rows]
-    # (model top, total); outputs
-    with_model, scale, soft_cap, num_keys, dense, has_valid, sample, plt, vocab, d_model, vocab_axis, num_tiles, chunk,
+    *refs,  # w [vocab, d_model] or [d_model, vocab], unless h holds the logits; u32 [rows] x num_keys; dense options; valid
+    # i32 [1]; per tile: high, low, winner, top, total [tiles, rows] (model top, total); outputs
+    has_w, with_model, scale, soft_cap, num_keys, dense, has_valid, sample, plt, vocab, d_model, vocab_axis, num_tiles, chunk,
 ):
     """What one program does: the draw of its row."""
     refs = list(refs)
+    w_ref = refs.pop(0) if has_w else None
     key_refs = [refs.pop(0) for _ in range(num_keys)]
     dense_refs = {name: refs.pop(0) for name in dense}
     valid_ref = refs.pop(0) if has_valid else None
@@ -67,7 +67,9 @@ def kernel(
 
     total = jnp.zeros((noise.GROUP,), jnp.float32)
     group = first.sum() if first.ndim else first
-    for start in range(0, d_model, chunk):  # unrolled: all loads are in flight together
+    if w_ref is None:
+        total = plt.load(h_ref.at[row, pl.ds(group, noise.GROUP)], mask=(ids < vocab)[:, 0], other=0.0)
+    for start in range(0, 0 if w_ref is None else d_model, chunk):  # unrolled: all loads are in flight together
         start = zero + start
         dims = start + lax.broadcasted_iota(jnp.int32, (chunk,), 0)
         token = group + lax.broadcasted_iota(jnp.int32, (noise.GROUP,), 0)
@@ -104,11 +106,11 @@ def finish(h, w, keys, t, options: Elementwise, tiles: race.Race, model_tiles, *
     """As `finish.finish`, from the unmerged leaves `[tiles, rows]` of stage 1; what they merge to comes with the draw."""
     num_rows, d_model = h.shape
     num_tiles = tiles.high.shape[0]
-    arguments = [h, w, t, *keys, *given(options), *tiles]
+    arguments = [h, t, *([] if w is None else [w]), *keys, *given(options), *tiles]
     if model_tiles is not None:
         arguments += [model_tiles.top, model_tiles.total]
     body = functools.partial(
-        kernel, with_model=model_tiles is not None, scale=options.scale, soft_cap=options.soft_cap,
+        kernel, has_w=w is not None, with_model=model_tiles is not None, scale=options.scale, soft_cap=options.soft_cap,
         num_keys=len(keys), dense=tuple(options.dense()), has_valid=options.valid is not None, sample=sample, plt=plt,
         vocab=vocab, d_model=d_model, vocab_axis=vocab_axis, num_tiles=num_tiles, chunk=min(2048, pl.next_power_of_2(d_model)))
     f32, i32 = (like(arguments, (num_rows,), dtype) for dtype in (jnp.float32, jnp.int32))

@@ -41,7 +41,8 @@ def test_interpreted_kernel_equals_the_oracle(vocab, rows, dtype, vocab_axis):
     heads.assert_pathwise(out.token, heads.exact_logits(h, w, vocab_axis), words, t)
 
 
-@pytest.mark.parametrize("tiles", [TritonTiles(16, 16, 16), TritonTiles(32, 16, 64), TritonTiles(128, 32, 32)])
+@pytest.mark.parametrize("tiles", [
+    TritonTiles(16, 16, 16), TritonTiles(32, 16, 64), TritonTiles(128, 32, 32), TritonTiles(64, 4, stored=True)])
 def test_tiles_and_options(tiles):
     vocab, rows = 203, 18
     h, w = heads.exact_head(vocab, 40, rows)

@@ -7,6 +7,8 @@ bfloat16 and float16 tables whose rows TMA can address; the elementwise options 
 """
 
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +43,7 @@ def choose_tiles(num_rows: int, d_model: int) -> MosaicTiles:
     return MosaicTiles(split_rows=True, vocab=128, d_model=64, steps=6, pair_rows=-(-num_rows // 128) % 2 == 0)
 
 
-def last(steps, value=None):
+def last(steps: Iterator, value: Any = None) -> Any:
     """The last thing that a generator yields."""
     for value in steps:  # noqa: B007
         pass
@@ -172,7 +174,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                         mgpu.wgmma_wait(1)
                         release(j - 1)
 
-                    unrolled, best = min(steps, n // noise.GROUP + 4), None
+                    unrolled = min(steps, n // noise.GROUP + 4)
+                    best: Any = None
                     for j in range(unrolled):
                         issue(j)
                         if j:

@@ -28,7 +28,7 @@ def interleaved(x):
 
 
 def tile_logits(plt, h_ref, w_ref, first_id, first_row, *, vocab, num_rows, d_model, vocab_axis, precision, tiles, interleave):
-    """Raw logits `[tile vocab, tile rows]`, f32; with w None, h holds them. `interleave`: h is `interleaved`, and w is to be."""
+    """Raw logits `[tile vocab, tile rows]`, f32; with w None, h holds them. `interleave`: h is interleaved, and w is to be."""
     ids = first_id + lax.broadcasted_iota(jnp.int32, (tiles.vocab,), 0)
     rows = first_row + lax.broadcasted_iota(jnp.int32, (tiles.rows,), 0)
     whole = vocab % tiles.vocab == 0 and d_model % tiles.d_model == 0
@@ -202,7 +202,7 @@ def launch(h, w, keys, t, options: Elementwise, *, plt, wanted, vocab, sample, v
 def piece(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, sample=0, vocab_axis=0, precision=None,
           with_model=False, tiles=None, interpret=False) -> Piece:
     """As `xla.piece`. `plt` is jax's Triton module."""
-    tiles = tiles or default_tiles(*h.shape, h.dtype, w.dtype)
+    tiles = tiles or default_tiles(h.shape[0], h.shape[1], h.dtype, w.dtype)
     h, w = operands(h, w, tiles, vocab=vocab, vocab_axis=vocab_axis, precision=precision)
     out = launch(h, w, keys, t, options, plt=plt, wanted="race", vocab=vocab, sample=sample, vocab_axis=vocab_axis,
                  precision=precision, with_model=with_model, tiles=tiles, interpret=interpret)

@@ -36,6 +36,23 @@ def like(arguments, shape, dtype):
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))
 
 
+def group_products(plt, h_ref, w_ref, row, group, zero, *, vocab, d_model, vocab_axis, chunk):
+    """Raw logits `[16]` of the group whose first id is `group`."""
+    total = jnp.zeros((noise.GROUP,), jnp.float32)
+    for start in range(0, d_model, chunk):  # unrolled: all loads are in flight together
+        start = zero + start
+        dims = start + lax.broadcasted_iota(jnp.int32, (chunk,), 0)
+        token = group + lax.broadcasted_iota(jnp.int32, (noise.GROUP,), 0)
+        keep = (token < vocab)[:, None] & (dims < d_model)[None, :]
+        if vocab_axis == 0:
+            w = plt.load(w_ref.at[pl.ds(group, noise.GROUP), pl.ds(start, chunk)], mask=keep, other=0.0)
+        else:
+            w = plt.load(w_ref.at[pl.ds(start, chunk), pl.ds(group, noise.GROUP)], mask=keep.T, other=0.0).T
+        h = plt.load(h_ref.at[row, pl.ds(start, chunk)], mask=dims < d_model, other=0.0)
+        total += jnp.sum(widened(w, h.dtype).astype(jnp.float32) * h.astype(jnp.float32)[None, :], axis=1)
+    return total
+
+
 def kernel(
     h_ref,  # [rows, d_model], or raw logits f32 [rows, vocab]
     t_ref,  # f32 [rows]
@@ -65,21 +82,12 @@ def kernel(
     first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
     ids = first[None] + lax.broadcasted_iota(jnp.int32, (noise.GROUP, 1), 0)
 
-    total = jnp.zeros((noise.GROUP,), jnp.float32)
     group = first.sum() if first.ndim else first
     if w_ref is None:
-        total = plt.load(h_ref.at[row, pl.ds(group, noise.GROUP)], mask=(ids < vocab)[:, 0], other=0.0)
-    for start in range(0, 0 if w_ref is None else d_model, chunk):  # unrolled: all loads are in flight together
-        start = zero + start
-        dims = start + lax.broadcasted_iota(jnp.int32, (chunk,), 0)
-        token = group + lax.broadcasted_iota(jnp.int32, (noise.GROUP,), 0)
-        keep = (token < vocab)[:, None] & (dims < d_model)[None, :]
-        if vocab_axis == 0:
-            w = plt.load(w_ref.at[pl.ds(group, noise.GROUP), pl.ds(start, chunk)], mask=keep, other=0.0)
-        else:
-            w = plt.load(w_ref.at[pl.ds(start, chunk), pl.ds(group, noise.GROUP)], mask=keep.T, other=0.0).T
-        h = plt.load(h_ref.at[row, pl.ds(start, chunk)], mask=dims < d_model, other=0.0)
-        total += jnp.sum(widened(w, h.dtype).astype(jnp.float32) * h.astype(jnp.float32)[None, :], axis=1)
+        raw = plt.load(h_ref.at[row, pl.ds(group, noise.GROUP)], mask=(ids < vocab)[:, 0], other=0.0)
+    else:
+        raw = group_products(plt, h_ref, w_ref, row, group, zero, vocab=vocab, d_model=d_model, vocab_axis=vocab_axis,
+                             chunk=chunk)
 
     def option(ref):
         where = (pl.ds(group, noise.GROUP),) if len(ref.shape) == 1 else (row, pl.ds(group, noise.GROUP))
@@ -87,7 +95,7 @@ def kernel(
         return x != 0 if x.dtype == jnp.int8 else x
 
     own = Elementwise(**{name: option(ref) for name, ref in dense_refs.items()})
-    model = model_logits(total[:, None], scale, soft_cap, own.weight_scale)
+    model = model_logits(raw[:, None], scale, soft_cap, own.weight_scale)
     exists = ids < (vocab if valid_ref is None else jnp.minimum(plt.load(valid_ref.at[pl.ds(0, 1)]), vocab))
     x = processed_logits(model, own, exists)
     model_mass = None

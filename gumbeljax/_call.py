@@ -89,7 +89,8 @@ def prepare(h, w, *, temperature=1.0, top_k=None, top_p=None, min_p=None, valid_
             groups=False) -> tuple[Operands, Config, tuple[int, ...]]:
     """Checks the arguments common to all entry points; the last result is the batch shape. `groups`: the call will need
     the masses of all groups."""
-    axes = _mesh.vocabulary_axes(axis_name, _checks.table_of(w), h=h, temperature=temperature)
+    axes = _mesh.vocabulary_axes(axis_name, _checks.table_of(w), h=h, temperature=temperature, top_k=top_k, top_p=top_p,
+                                 min_p=min_p)
     head, device = _checks.head(h, w, vocab_axis, None if axes else valid_vocab), _implementation.device_facts(h)
     valid = None
     if axes:
@@ -103,9 +104,6 @@ def prepare(h, w, *, temperature=1.0, top_k=None, top_p=None, min_p=None, valid_
     operands = _operands(head.h, head.w, head.batch_shape, head.w.shape[head.vocab_axis], head.vocab, temperature=temperature,
                          top_k=top_k, top_p=top_p, min_p=min_p, logit_bias=logit_bias, mask=mask, processors=processors)
     operands = operands._replace(valid=valid, weight_scale=head.weight_scale)
-    if axes and operands.filters is not None:
-        raise NotImplementedError("top_k, top_p and min_p must be None on a vocabulary that is cut over devices; got axis_name="
-                                  f"{axes}: gather w and leave axis_name out.")
     name, tiles = _implementation.plan(
         head.h, head.w, implementation, device, vocab_axis=head.vocab_axis,
         options=Elementwise(None, None, *operands.dense(), valid), groups=groups, filters=operands.filters is not None)

@@ -1,16 +1,17 @@
 """What the shards of a vocabulary say to each other: a draw or a mass of each, and how they become one.
 
 Every shard draws from its own ids and sends a few numbers per row; each then picks the winner of all. The bytes sent per
-row and shard: 20 for a token, 36 with its log-probabilities, 12 for a greedy token, 16 for a log-probability.
+row and shard: 20 for a token, 36 with its log-probabilities, 12 for a greedy token, 16 for a log-probability. Under filters
+the shards agree on the kept set first (`_cut_filters`).
 """
 
 import jax.numpy as jnp
 from jax import lax
 
-from gumbeljax import _mesh
+from gumbeljax import _cut_filters, _mesh
 from gumbeljax._call import Config, Operands
 from gumbeljax._typing import Array
-from pallas_kernels import many, race
+from pallas_kernels import filtered, many, race
 from pallas_kernels.finish import Draw, Piece, at, has_law, log_normalizer_of
 from pallas_kernels.logits import inverse_temperature, of_model
 
@@ -40,14 +41,27 @@ def draw(operands: Operands, keys, config: Config, *, num_samples: int | None, l
     local, keys = _mesh.vary((operands, keys), axes)
     first = _mesh.first_id(axes, config.vocab)
     keys = (*keys, jnp.full_like(keys[0], first.astype(jnp.uint32)))
-    piece = local_piece(local, keys, config, num_samples, log_probs)
+    tempered_law = None
+    if operands.filters is None:
+        piece = local_piece(local, keys, config, num_samples, log_probs)
+    else:
+        model, x = filtered.all_logits(local.h, local.w, local.options(config), **config.shape_arguments())
+        tempered_law = _cut_filters.kept_set(x, operands.t, operands.filters, axes, with_total=log_probs)
+        kept = jnp.where(tempered_law.kept, x, -jnp.inf)
+        piece = filtered.race_in(kept, keys, local.t, vocab=config.vocab, num_samples=num_samples)
+        piece = filtered.with_model(piece, model) if log_probs else piece
     token = to_global(piece.draw.token, first)
     said = [piece.won.high, piece.won.low, token, piece.won.top, piece.won.total]
     if log_probs:
         mass = piece.model_mass
         said += [piece.draw.tempered_log_prob, piece.draw.model_log_prob,
                  *(jnp.broadcast_to(x, token.shape) for x in (mass.top, mass.total))]
-    return merge_draws(*_mesh.gather(tuple(said), axes), t=operands.t)
+    heard = _mesh.gather(tuple(said), axes)
+    out = merge_draws(*heard, t=operands.t)
+    if tempered_law is None or not log_probs:
+        return out
+    kept_total = race.mass_of(*heard[3:5], operands.t)[1]
+    return filtered.with_tempered(out, kept_total, tempered_law.top, tempered_law.total, operands.t)
 
 
 def merge_draws(high, low, token, top, total, tempered=None, model=None, model_top=None, model_total=None, *, t) -> Draw:

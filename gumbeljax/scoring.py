@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gumbeljax import _checks, _mesh, _shards, laws
+from gumbeljax import _checks, _cut_filters, _mesh, _shards, laws
 from gumbeljax._call import Config, Operands, plain_broadcasting, prepare
 from gumbeljax._compat import varying
 from gumbeljax._partition import follows_shardings
@@ -16,7 +16,7 @@ from gumbeljax.processing import Processors
 from pallas_kernels import filtered, xla
 from pallas_kernels.finish import has_law, token_logits
 from pallas_kernels.logits import block_of, existing, inverse_temperature, model_logits, processed_logits, rows_of
-from pallas_kernels.race import finite_or_zero
+from pallas_kernels.race import finite_or_zero, first_where
 
 
 def _block_size(config: Config) -> int:
@@ -99,9 +99,35 @@ def _log_prob(operands: Operands, tokens, *, config: Config) -> Array:
         log_total, top, x, is_here, is_best = _shards.merge_scores(log_total, top, x, is_here, is_best, t, axes)
     # Summed in another order than stage 1 did: without this, rounding over a small T could pass the largest logit.
     x = x + lax.stop_gradient(jnp.where(x > -jnp.inf, jnp.where(is_best, top, jnp.minimum(x, top)) - x, 0.0))
-    log_prob = (x - lax.stop_gradient(top)) * inverse_temperature(t) - log_total
+    return _of_token(log_total, top, x, is_here, is_best, t)
+
+
+def _of_token(log_total, top, x, is_here, is_best, t) -> Array:
+    """The log-probability of a token from its logit and the mass of the law; the arguments are those of `merge_scores`."""
+    alive = x > -jnp.inf  # the -inf of others must not meet a gradient
+    log_prob = jnp.where(alive, (jnp.where(alive, x, top) - lax.stop_gradient(top)) * inverse_temperature(t) - log_total, -jnp.inf)
     log_prob = jnp.where(t == 0.0, jnp.where(is_best, 0.0, -jnp.inf), log_prob)
     return jnp.where(is_here & has_law(top, jnp.exp(log_total)), log_prob, jnp.nan)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _cut_and_filtered_log_prob(operands: Operands, tokens, *, config: Config) -> Array:
+    """As `_log_prob`, under filters on a cut vocabulary: the shard's logits are stored, the kept set is a constant."""
+    t, axes = operands.t, config.axis_name
+    local = _mesh.vary(operands, axes)
+    options, ids = local.options(config), tokens - _mesh.first_id(axes, config.vocab)
+    x = filtered.all_logits(local.h, local.w, options, **config.shape_arguments())[1]
+    found = _cut_filters.kept_set(*lax.stop_gradient((x, t)), operands.filters, axes, with_total=False)
+    top = jnp.max(jnp.where(found.kept, lax.stop_gradient(x), -jnp.inf), axis=0)
+    z = jnp.where(found.kept, x - finite_or_zero(top), 0.0) * inverse_temperature(t)
+    total = jnp.sum(jnp.where(found.kept, jnp.exp(z), 0.0), axis=0)
+    log_total = jnp.log(jnp.where(total == 0.0, 1.0, total))  # a shard without mass is known by its top
+    kept = jnp.where(found.kept, x, -jnp.inf)
+    is_real = existing(ids, options)
+    is_here = (ids >= 0) & (ids < config.vocab) & (True if is_real is None else is_real)
+    is_best = is_here & (ids == first_where(kept == top, lax.broadcasted_iota(jnp.int32, x.shape, 0)))
+    own = jnp.where(is_here, filtered.picked(kept, ids), 0.0)
+    return _of_token(*_shards.merge_scores(log_total, top, own, is_here, is_best, t, axes), t)
 
 
 @follows_shardings
@@ -146,6 +172,8 @@ def log_prob(h: ArrayLike, w: ArrayLike, tokens: ArrayLike, *, temperature: Arra
     with plain_broadcasting():
         if operands.filters is None:
             return _log_prob(operands, tokens, config=config).reshape(batch_shape)
+        if config.axis_name:
+            return _cut_and_filtered_log_prob(operands, tokens, config=config).reshape(batch_shape)
         log_probs = laws.log_probs(operands, config=config)
         exists = (tokens >= 0) & (tokens < config.vocab)
         return jnp.where(exists, filtered.picked(log_probs, tokens), jnp.nan).reshape(batch_shape)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import many, noise, race, xla
-from pallas_kernels.finish import Draw, draw_in_group, log_normalizer_of
+from pallas_kernels.finish import Draw, Piece, draw_in_group, log_normalizer_of
 from pallas_kernels.kept import Filters, kept_set
 from pallas_kernels.logits import Elementwise
 
@@ -23,27 +23,46 @@ def picked(values, tokens):
     return jnp.take_along_axis(values, ids if ids.ndim == 2 else ids[None], axis=0).reshape(ids.shape)
 
 
+def race_in(kept, keys, t, *, vocab, num_samples=None) -> Piece:
+    """The draw from logits `[vocab, rows]` that are -inf outside of the kept set; the model's law has no part in it."""
+    if num_samples is not None:
+        top, total = race.group_masses(xla.pad_to_group(kept), t)
+        return many.pieces(kept.T, None, keys, t, Elementwise(), top, total, None, num_samples=num_samples, vocab=vocab)
+    won = race.race_of(xla.pad_to_group(kept), keys, 0, t, jnp.int32(0))
+    first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
+    ids = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP, first.shape[0]), 0)
+    group = jnp.where(ids < vocab, picked(kept, ids), -jnp.inf)
+    return Piece(draw_in_group(keys, t, won, None, first, ids, group, group, vocab=vocab, sample=0), won, None)
+
+
+def with_model(piece: Piece, model) -> Piece:
+    """The piece with the mass of the model's law, from its logits `[vocab, rows]`, and the token's log-probability there."""
+    own = race.mass_over(model, jnp.float32(1.0), jnp.int32(0))
+    token = piece.draw.token
+    log_prob = jnp.minimum(picked(model, token) - own.top - jnp.log(own.total), 0.0)
+    return piece._replace(draw=piece.draw._replace(model_log_prob=jnp.where(token >= 0, log_prob, jnp.nan)), model_mass=own)
+
+
+def with_tempered(draw: Draw, kept_total, top, total, t) -> Draw:
+    """The draw with what it says of the tempered law, `top` and `total`, of which the kept set has `kept_total`."""
+    log_kept_mass = jnp.where(t == 0.0, 0.0, jnp.log(kept_total) - jnp.log(total))
+    return draw._replace(tempered_log_prob=draw.processed_log_prob + log_kept_mass,
+                         log_normalizer=jnp.where(draw.token >= 0, log_normalizer_of(top, total, t), jnp.nan))
+
+
 def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, vocab, num_samples=None, replace=True, vocab_axis=0,
          precision=None, with_log_probs=False, by_row=False) -> Draw:
     """Tokens of the kept set; leaves `[rows]`, or `[num_samples, rows]`."""
     model, x = all_logits(h, w, options, vocab=vocab, vocab_axis=vocab_axis, precision=precision)
     kept = jnp.where(kept_set(x, t, filters, by_row=by_row), x, -jnp.inf)
-    if num_samples is None:
-        won = race.race_of(xla.pad_to_group(kept), keys, 0, t, jnp.int32(0))
-        first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
-        ids = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP, first.shape[0]), 0)
-        group = jnp.where(ids < vocab, picked(kept, ids), -jnp.inf)
-        out = draw_in_group(keys, t, won, None, first, ids, group, group, vocab=vocab, sample=0)
+    if replace:
+        piece = race_in(kept, keys, t, vocab=vocab, num_samples=num_samples)
     else:
         top, total = race.group_masses(xla.pad_to_group(kept), t)
-        several = many.with_replacement if replace else many.without_replacement
-        out = several(kept.T, None, keys, t, Elementwise(), top, total, None, num_samples=num_samples, vocab=vocab)
+        out = many.without_replacement(kept.T, None, keys, t, Elementwise(), top, total, None, num_samples=num_samples,
+                                       vocab=vocab)
+        piece = Piece(out, None, None)
     if not with_log_probs:
-        return out
-    one = jnp.ones_like(t)
-    own, all_of, kept_of = (race.mass_over(logits, t, jnp.int32(0)) for logits, t in ((model, one), (x, t), (kept, t)))
-    log_kept_mass = jnp.where(t == 0.0, 0.0, jnp.log(kept_of.total) - jnp.log(all_of.total))
-    model_log_prob = jnp.minimum(picked(model, out.token) - own.top - jnp.log(own.total), 0.0)
-    nan_unless = lambda value: jnp.where(out.token >= 0, value, jnp.nan)  # noqa: E731
-    return out._replace(model_log_prob=nan_unless(model_log_prob), tempered_log_prob=out.processed_log_prob + log_kept_mass,
-                        log_normalizer=nan_unless(log_normalizer_of(all_of.top, all_of.total, t)))
+        return piece.draw
+    all_of, kept_of = (race.mass_over(logits, t, jnp.int32(0)) for logits in (x, kept))
+    return with_tempered(with_model(piece, model).draw, kept_of.total, all_of.top, all_of.total, t)

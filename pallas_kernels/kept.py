@@ -27,6 +27,7 @@ from pallas_kernels.logits import inverse_temperature
 LEADING, UNDECIDED = 64, 256  # groups searched instead of the whole row: those with the largest maxima; those left undecided
 HALVINGS = 8  # of the whole row, before the undecided groups are gathered
 WHOLE, FINE = 30, 11  # bits of a mass: a row's whole mass is below 2^30, and the fine word counts 2^-11 of its unit
+ROOM = 1.001  # keeps totals that are powers of two, of flat and of peaked rows, away from where rounding would choose the unit
 MAX_VOCAB = 2**(31 - FINE) - 1  # fine words of more tokens could leave int32
 LOWEST = -(2**31)
 
@@ -59,6 +60,11 @@ def ordered_keys(x):
     return jnp.where(jnp.isnan(x), jnp.int32(LOWEST), jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits))
 
 
+def logits_of(keys):
+    """The logits that have these keys."""
+    return lax.bitcast_convert_type(jnp.where(keys < 0, keys ^ jnp.int32(0x7FFFFFFF), keys), jnp.float32)
+
+
 def is_kept(keys, ids, kept: Kept):
     """Membership of tokens in the prefix that ends at `kept`, which broadcasts with them."""
     return (keys > kept.key) | ((keys == kept.key) & (ids <= kept.id))
@@ -67,7 +73,7 @@ def is_kept(keys, ids, kept: Kept):
 def fixed_point(weight, total) -> Mass:
     """Weights in [0, 1] that add up to about `total`, float32: scaled by a power of two, so that nothing rounds but the last
     bit of the fine word, however the compiler fuses it."""
-    exponent = WHOLE - 1 - jnp.ceil(jnp.log2(jnp.maximum(total, 1.0))).astype(jnp.int32)
+    exponent = WHOLE - jnp.ceil(jnp.log2(ROOM * jnp.maximum(total, 1.0))).astype(jnp.int32)
     scaled = weight * lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)[:, None]
     whole = jnp.floor(scaled)
     return Mass(whole.astype(jnp.int32), ((scaled - whole) * 2.0**FINE).astype(jnp.int32))
@@ -79,8 +85,8 @@ def carried(whole, fine) -> Mass:
 
 
 def add_up(mass: Mass, chosen) -> Mass:
-    """The mass of the chosen tokens, `[rows]`."""
-    return carried(*(jnp.sum(jnp.where(chosen, m, 0), axis=1, dtype=jnp.int32) for m in mass))
+    """The mass of the chosen tokens along the last axis, `[rows]`."""
+    return carried(*(jnp.sum(jnp.where(chosen, m, 0), axis=-1, dtype=jnp.int32) for m in mass))
 
 
 def as_float(mass: Mass):
@@ -147,6 +153,11 @@ def grouped(a, empty):
     """`[vocab, rows]` as `[groups, 16, rows]`, the last group filled up."""
     a = jnp.pad(a, ((0, -a.shape[0] % noise.GROUP), (0, 0)), constant_values=empty)
     return a.reshape(a.shape[0] // noise.GROUP, noise.GROUP, a.shape[1])
+
+
+def orderly(x):
+    """Logits for `lax.top_k`: it tells -0.0 from 0.0, and NaN has no place in an order."""
+    return jnp.where(x == 0.0, 0.0, jnp.where(jnp.isnan(x), -jnp.inf, x))
 
 
 def members(groups, vocab: int):
@@ -263,8 +274,8 @@ def last_kept(x, t, top, filters: Filters, by_row: bool) -> Kept:
         total = jnp.sum(weight, axis=0)
         everything = add_up(fixed_point(weight.T, total), True)
 
-    # The groups with the largest maxima first. NaN has no place in an order, and top_k tells -0.0 from 0.0.
-    maxima = jnp.max(grouped(jnp.where(x == 0.0, 0.0, jnp.where(jnp.isnan(x), -jnp.inf, x)), -jnp.inf), axis=1).T
+    # The groups with the largest maxima first.
+    maxima = jnp.max(grouped(orderly(x), -jnp.inf), axis=1).T
     best, chosen = lax.top_k(maxima, min(LEADING, maxima.shape[1]))
     ids, pick = members(chosen, vocab)
     mass = None if weight is None else fixed_point(pick(weight, 0.0), total)
@@ -288,6 +299,11 @@ def last_kept(x, t, top, filters: Filters, by_row: bool) -> Kept:
     return lax.cond(jnp.all(fit), lambda: leading, every_row)
 
 
+def is_above(x, t, top, min_p):
+    """Where `exp((x - top) / t) >= min_p`, `[vocab, rows]`."""
+    return (min_p <= 0.0) | ((x - race.finite_or_zero(top)) * inverse_temperature(t) >= jnp.log(min_p))
+
+
 def kept_set(x, t, filters: Filters, *, by_row: bool = False):
     """bool `[vocab, rows]`: the tokens of the processed logits x that the filters leave; NaN logits stay, to be seen later.
 
@@ -296,8 +312,7 @@ def kept_set(x, t, filters: Filters, *, by_row: bool = False):
     top = jnp.max(x, axis=0)
     out = x > -jnp.inf
     if filters.min_p is not None:
-        z = (x - race.finite_or_zero(top)) * inverse_temperature(t)
-        out &= (filters.min_p <= 0.0) | (z >= jnp.log(filters.min_p))
+        out &= is_above(x, t, top, filters.min_p)
     if filters.top_k is not None or filters.top_p is not None:
         ids = lax.broadcasted_iota(jnp.int32, x.shape, 0)
         out &= is_kept(ordered_keys(x), ids, last_kept(x, t, top, filters, by_row))

@@ -113,6 +113,7 @@ def in_rounds(tokens: Tokens, mass: Mass, target: Mass, end: Kept, is_found, axe
         is_in = search.is_kept(tokens.keys[:, None], tokens.ids[:, None], jax.tree.map(lambda a: a[..., None], ends))
         here = search.add_up(jax.tree.map(lambda m: m[:, None], mass), is_in)
         holds = search.at_least(sum_over_shards(here, axes), jax.tree.map(lambda a: a[:, None], target))
+        holds |= at == low[:, None]  # as agreed: so a row that is done stays, and no target can keep an interval open
         low, high = jnp.max(jnp.where(holds, at, low[:, None]), axis=1), jnp.min(jnp.where(holds, high[:, None], at), axis=1)
         is_closed = high - low == 1
         turn = is_closed & ~in_ids  # from the key to the ids: that of the whole tie holds, none of it does not

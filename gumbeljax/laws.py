@@ -20,6 +20,15 @@ from pallas_kernels.kept import kept_set
 from pallas_kernels.logits import inverse_temperature
 
 
+def _prepare(h, w, vocab_axis: int, options: dict) -> tuple[Operands, Config, tuple[int, ...]]:
+    """As `prepare`; the whole law is needed here."""
+    operands, config, batch_shape = prepare(h, w, vocab_axis=vocab_axis, **options)
+    if config.axis_name:
+        raise NotImplementedError(f"axis_name must be None or () for a law over the whole vocabulary; got {config.axis_name}: "
+                                  "gather w, or ask log_prob for single tokens.")
+    return operands, config, batch_shape
+
+
 def _kept(operands: Operands, config: Config) -> tuple[Array, Array]:
     """(processed logits, kept set) `[vocab, rows]`."""
     x = filtered.all_logits(operands.h, operands.w, operands.options(config), **config.shape_arguments())[1]
@@ -64,7 +73,7 @@ def processed_log_probs(h: ArrayLike, w: ArrayLike, *, vocab_axis: int = 0, **op
     >>> print(jnp.exp(gumbeljax.processed_log_probs(jnp.ones(1), w, top_p=0.6)))
     [0.625 0.375 0.    0.   ]
     """
-    operands, config, batch_shape = prepare(h, w, vocab_axis=vocab_axis, **options)
+    operands, config, batch_shape = _prepare(h, w, vocab_axis, options)
     with plain_broadcasting():
         out = log_probs(operands, config=config)
     out = _over_vocabulary(out, h, w, batch_shape, vocab_axis, -jnp.inf)
@@ -84,7 +93,7 @@ def kept_tokens(h: ArrayLike, w: ArrayLike, *, vocab_axis: int = 0, **options) -
     >>> gumbeljax.kept_tokens(jnp.ones(1), jnp.array([[2.0], [1.0], [1.0], [0.0]]), top_k=2).tolist()
     [True, True, False, False]
     """
-    operands, config, batch_shape = prepare(h, w, vocab_axis=vocab_axis, **options)
+    operands, config, batch_shape = _prepare(h, w, vocab_axis, options)
     with plain_broadcasting():
         out = _kept_with_law(operands, config=config)
     return _over_vocabulary(out, h, w, batch_shape, vocab_axis, False)
@@ -121,7 +130,7 @@ def top_log_probs(h: ArrayLike, w: ArrayLike, num: int, *, tokens: ArrayLike | N
     >>> top.tokens.tolist(), int(top.rank)
     ([1, 2], 3)
     """
-    operands, config, batch_shape = prepare(h, w, vocab_axis=vocab_axis, **options)
+    operands, config, batch_shape = _prepare(h, w, vocab_axis, options)
     num = _checks.count(num, "num")
     if num > config.vocab:
         raise ValueError(f"num must be at most the number of tokens, {config.vocab}; got {num}: ask for fewer.")

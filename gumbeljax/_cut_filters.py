@@ -1,15 +1,16 @@
 """The kept set of a vocabulary that is cut over mesh axes: what the shards tell each other to find it.
 
-It is the set of `pallas_kernels.kept`: a prefix of one order of all tokens, whose end is decided by sums of integers, which are
-the same on every mesh. A call makes these exchanges, each only if a filter needs it:
+It is the set of `pallas_kernels.kept`: a prefix of one order of all tokens, whose end is decided by sums of integers, and those
+are the same on every mesh. A call makes these exchanges, each only if a filter needs it:
 
-    1. every shard's largest logit, and sum of weights; for top_k and top_p also its 64 first tokens, by logit and id
-    2. top_p: the mass of what top_k left, summed
+    1. every shard's largest logit, and its sum of weights; for top_k and top_p also its 64 first tokens, as logits and ids
+    2. for top_p, the mass of what top_k left, summed
 
-The first tokens of all shards, down to the shards' earliest last one, are the head of the order without a gap. If the prefix ends
-in the head, every device finds the end on its own. If some row's does not, all shards search for it in rounds: 15 places where it
-could end, the masses up to there summed over the shards, an interval of a 16th of the length. A key takes 8 rounds, the id among
-its ties 5 (6 from 2^20 tokens on). Whether a round is made depends on summed numbers alone, so all shards make the same ones.
+The first tokens of all shards, down to the earliest of the shards' last ones, are the head of the order, without a gap. If the
+prefix ends in the head, every device finds the end on its own. If some row's does not, all shards search for it in rounds: 15
+places where it could end, the masses up to there summed over the shards, and a 16th of the interval is left. A logit takes 8
+rounds, an id among equal logits one for every 4 bits of the vocabulary's size. Whether a round is made depends on numbers
+that all shards have heard alone, so they make the same ones.
 """
 
 from typing import NamedTuple
@@ -30,7 +31,7 @@ LEAST, MOST = -0x7F800001, 0x7F800000  # keys of -inf and of inf
 
 
 class Head(NamedTuple):
-    """The first tokens of all shards, `[rows, n]`; those up to `last` are the first of the whole vocabulary."""
+    """The first tokens of all shards, `[rows, n]`, in no order; the key is `LOWEST` where one behind `last` may be missing."""
 
     keys: Array
     ids: Array
@@ -53,7 +54,7 @@ class Found(NamedTuple):
 
 
 def first_tokens(x: Array, first) -> tuple[Array, Array]:
-    """(keys, ids) `[rows, n]` of the first tokens of logits `[width, rows]`, which lie in the groups with the largest maxima."""
+    """(keys, ids) `[rows, n]` of the first tokens of logits `[width, rows]`: they lie in the groups with the largest maxima."""
     x = search.orderly(x)
     maxima = jnp.max(search.grouped(x, -jnp.inf), axis=1).T
     groups = lax.top_k(maxima, min(CANDIDATES, maxima.shape[1]))[1]

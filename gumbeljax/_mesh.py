@@ -1,4 +1,4 @@
-"""Mesh axes: which of them cut the vocabulary or the rows, and the one collective of a call.
+"""Mesh axes: which of them cut the vocabulary or the rows, and the all-gather of a call.
 
 Inside `shard_map` the type of an array says over which mesh axes it varies (unless the user has switched that check off),
 and outside of it an explicit sharding is part of the type. Both are read here, when a call is traced.

@@ -49,7 +49,9 @@ def draw(operands: Operands, keys, config: Config, *, num_samples: int | None, l
         tempered_law = _cut_filters.kept_set(x, operands.t, operands.filters, axes, with_total=log_probs)
         kept = jnp.where(tempered_law.kept, x, -jnp.inf)
         piece = filtered.race_in(kept, keys, local.t, vocab=config.vocab, num_samples=num_samples)
-        piece = filtered.with_model(piece, model) if log_probs else piece
+        if log_probs:
+            own, mass = filtered.with_model(piece.draw, model)
+            piece = Piece(own, piece.won, mass)
     token = to_global(piece.draw.token, first)
     said = [piece.won.high, piece.won.low, token, piece.won.top, piece.won.total]
     if log_probs:
@@ -60,7 +62,7 @@ def draw(operands: Operands, keys, config: Config, *, num_samples: int | None, l
     out = merge_draws(*heard, t=operands.t)
     if tempered_law is None or not log_probs:
         return out
-    kept_total = race.mass_of(*heard[3:5], operands.t)[1]
+    kept_total = race.mass_of(heard[3], heard[4], operands.t)[1]
     return filtered.with_tempered(out, kept_total, tempered_law.top, tempered_law.total, operands.t)
 
 

@@ -17,7 +17,7 @@ Options shared by the functions of this file and of `gumbeljax.scoring`:
   implementation: None (chosen for the device), "xla", "triton" or "mosaic" (a named one runs or raises NotImplementedError), or
     a table of measured choices (`gumbeljax.autotune`, `gumbeljax.load_tuning`) that chooses first.
   axis_name: inside `jax.shard_map`, the mesh axes that cut the vocabulary of w (and of logit_bias, mask and counts), the last
-    one fastest; valid_vocab and token ids are those of all shards. Needed when w varies over a mesh axis; () if every
+    one fastest; valid_vocab, filters and token ids are those of all shards. Needed when w varies over a mesh axis; () if every
     shard has a whole table. See `gumbeljax.sharding`.
   row_offset: with one key, the index of the first row in the whole batch, for a call that sees some of its rows.
 

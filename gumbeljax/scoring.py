@@ -105,7 +105,8 @@ def _log_prob(operands: Operands, tokens, *, config: Config) -> Array:
 def _of_token(log_total, top, x, is_here, is_best, t) -> Array:
     """The log-probability of a token from its logit and the mass of the law; the arguments are those of `merge_scores`."""
     alive = x > -jnp.inf  # the -inf of others must not meet a gradient
-    log_prob = jnp.where(alive, (jnp.where(alive, x, top) - lax.stop_gradient(top)) * inverse_temperature(t) - log_total, -jnp.inf)
+    z = (jnp.where(alive, x, top) - lax.stop_gradient(top)) * inverse_temperature(t)
+    log_prob = jnp.where(alive, z - log_total, -jnp.inf)
     log_prob = jnp.where(t == 0.0, jnp.where(is_best, 0.0, -jnp.inf), log_prob)
     return jnp.where(is_here & has_law(top, jnp.exp(log_total)), log_prob, jnp.nan)
 
@@ -113,11 +114,12 @@ def _of_token(log_total, top, x, is_here, is_best, t) -> Array:
 @functools.partial(jax.jit, static_argnames="config")
 def _cut_and_filtered_log_prob(operands: Operands, tokens, *, config: Config) -> Array:
     """As `_log_prob`, under filters on a cut vocabulary: the shard's logits are stored, the kept set is a constant."""
-    t, axes = operands.t, config.axis_name
+    t, axes, filters = operands.t, config.axis_name, operands.filters
+    assert filters is not None
     local = _mesh.vary(operands, axes)
     options, ids = local.options(config), tokens - _mesh.first_id(axes, config.vocab)
     x = filtered.all_logits(local.h, local.w, options, **config.shape_arguments())[1]
-    found = _cut_filters.kept_set(*lax.stop_gradient((x, t)), operands.filters, axes, with_total=False)
+    found = _cut_filters.kept_set(lax.stop_gradient(x), lax.stop_gradient(t), filters, axes, with_total=False)
     top = jnp.max(jnp.where(found.kept, lax.stop_gradient(x), -jnp.inf), axis=0)
     z = jnp.where(found.kept, x - finite_or_zero(top), 0.0) * inverse_temperature(t)
     total = jnp.sum(jnp.where(found.kept, jnp.exp(z), 0.0), axis=0)
@@ -127,7 +129,8 @@ def _cut_and_filtered_log_prob(operands: Operands, tokens, *, config: Config) ->
     is_here = (ids >= 0) & (ids < config.vocab) & (True if is_real is None else is_real)
     is_best = is_here & (ids == first_where(kept == top, lax.broadcasted_iota(jnp.int32, x.shape, 0)))
     own = jnp.where(is_here, filtered.picked(kept, ids), 0.0)
-    return _of_token(*_shards.merge_scores(log_total, top, own, is_here, is_best, t, axes), t)
+    log_total, top, own, is_here, is_best = _shards.merge_scores(log_total, top, own, is_here, is_best, t, axes)
+    return _of_token(log_total, top, own, is_here, is_best, t)
 
 
 @follows_shardings

@@ -99,8 +99,9 @@ def sample_sharded(h: ArrayLike, w: ArrayLike, key: Key, *, mesh: jax.sharding.M
     """Tokens as `gumbeljax.sample(h, w, key, **options)`, from a table cut over the mesh axes `axis_name`.
 
     Pathwise exact when every shard starts at a multiple of 16 tokens, else exact in distribution. Each shard draws from its
-    own ids, then one all-gather moves 20 bytes per row and shard, and nothing else moves. Works inside `jit`, eagerly,
-    and inside a `shard_map` over other axes.
+    own ids, then one all-gather moves 20 bytes per row and shard, and nothing else moves. With top_k, top_p or min_p one or
+    two small collectives before it agree on the kept set, which is that of one device (and a few more if it is large: see
+    docs/sharding.md). Works inside `jit`, eagerly, and inside a `shard_map` over other axes.
 
     Args: as `gumbeljax.sample` and `on_mesh`.
 

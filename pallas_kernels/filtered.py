@@ -35,12 +35,11 @@ def race_in(kept, keys, t, *, vocab, num_samples=None) -> Piece:
     return Piece(draw_in_group(keys, t, won, None, first, ids, group, group, vocab=vocab, sample=0), won, None)
 
 
-def with_model(piece: Piece, model) -> Piece:
-    """The piece with the mass of the model's law, from its logits `[vocab, rows]`, and the token's log-probability there."""
+def with_model(draw: Draw, model) -> tuple[Draw, race.Mass]:
+    """The draw with the log-probability of its token in the model's law, of logits `[vocab, rows]`, and the mass of that."""
     own = race.mass_over(model, jnp.float32(1.0), jnp.int32(0))
-    token = piece.draw.token
-    log_prob = jnp.minimum(picked(model, token) - own.top - jnp.log(own.total), 0.0)
-    return piece._replace(draw=piece.draw._replace(model_log_prob=jnp.where(token >= 0, log_prob, jnp.nan)), model_mass=own)
+    log_prob = jnp.minimum(picked(model, draw.token) - own.top - jnp.log(own.total), 0.0)
+    return draw._replace(model_log_prob=jnp.where(draw.token >= 0, log_prob, jnp.nan)), own
 
 
 def with_tempered(draw: Draw, kept_total, top, total, t) -> Draw:
@@ -56,13 +55,12 @@ def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, vocab, num_sa
     model, x = all_logits(h, w, options, vocab=vocab, vocab_axis=vocab_axis, precision=precision)
     kept = jnp.where(kept_set(x, t, filters, by_row=by_row), x, -jnp.inf)
     if replace:
-        piece = race_in(kept, keys, t, vocab=vocab, num_samples=num_samples)
+        out = race_in(kept, keys, t, vocab=vocab, num_samples=num_samples).draw
     else:
         top, total = race.group_masses(xla.pad_to_group(kept), t)
         out = many.without_replacement(kept.T, None, keys, t, Elementwise(), top, total, None, num_samples=num_samples,
                                        vocab=vocab)
-        piece = Piece(out, None, None)
     if not with_log_probs:
-        return piece.draw
+        return out
     all_of, kept_of = (race.mass_over(logits, t, jnp.int32(0)) for logits in (x, kept))
-    return with_tempered(with_model(piece, model).draw, kept_of.total, all_of.top, all_of.total, t)
+    return with_tempered(with_model(out, model)[0], kept_of.total, all_of.top, all_of.total, t)

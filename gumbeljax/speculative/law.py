@@ -9,7 +9,10 @@ import numpy as np
 
 from gumbeljax import _checks
 from gumbeljax._call import Config, Operands, plain_broadcasting, prepare, prepare_logits
+from gumbeljax._compat import varying
 from gumbeljax._keys import as_threefry, typed_key
+from gumbeljax._mesh import quoted
+from gumbeljax._partition import explicit_layout
 from gumbeljax._tuning import Tuning
 from gumbeljax._typing import Array, ArrayLike, Key
 from gumbeljax.processing import Processors, TokenCounts
@@ -70,6 +73,17 @@ def _spread(x, name: str, shape: tuple[int, ...]):
     return xp.broadcast_to(x, (*shape, *x.shape[len(shape):]))
 
 
+def _check_whole(h, w, name: str, vocab_axis: int) -> None:
+    """Refuses a table whose type says that it is cut over devices."""
+    w = _checks.table_of(w)
+    axes = varying(w)
+    if not axes and np.ndim(w) == 2 and vocab_axis in (0, 1, -1, -2) and (layout := explicit_layout(h, w, vocab_axis % 2)):
+        axes = frozenset(layout.vocabulary)
+    if axes:
+        raise NotImplementedError(f"{name} must have a w that is whole on every device; got one that is cut over {quoted(axes)}"
+                                  ": gather it, or pass the law as logits.")
+
+
 def prepare_law(law: Law, name: str) -> tuple[Operands, Config, tuple[int, ...]]:
     """Checked operands, static description and shape `[*batch, positions]` of a law."""
     if not isinstance(law, Law):
@@ -84,6 +98,7 @@ def prepare_law(law: Law, name: str) -> tuple[Operands, Config, tuple[int, ...]]
     del options["h"], options["w"]
     options: dict[str, Any] = {x: _spread(value, x, shape) for x, value in options.items()}
     if law.w is not None:
+        _check_whole(h, law.w, name, law.vocab_axis)
         return prepare(h, law.w, **options, **head)
     if law.scale is not None or law.soft_cap is not None:
         raise ValueError(f"{name} must have no scale and no soft_cap when it is given as logits; got scale={law.scale}, "

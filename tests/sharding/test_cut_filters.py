@@ -1,5 +1,5 @@
-"""top_k, top_p and min_p on a vocabulary cut over devices: the kept set, token and log-probabilities of one device, on any mesh,
-and what it takes to agree on them."""
+"""top_k, top_p and min_p on a vocabulary cut over devices: the kept set, token and log-probabilities of one device, on any
+mesh, and what it takes to agree on them."""
 
 import functools
 
@@ -11,11 +11,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import gumbeljax
-from gumbeljax import _cut_filters, sharding
+from gumbeljax import _cut_filters, sharding, speculative
 from pallas_kernels import kept as search
 from pallas_kernels.kept import Filters
-from tests import heads, knobs, oracles, statistics
 from tests import filter_oracle as oracle
+from tests import heads, knobs, statistics
 from tests.filter_oracle import Options
 from tests.sharding import meshes
 from tests.sharding.collectives import Collective, in_and_out_of_loops
@@ -201,7 +201,7 @@ def rounds_of(monkeypatch, logits, t, filters, mesh=None, **specs):
 def test_no_round_without_need_and_at_most_14(monkeypatch):
     names, logits, options, want = kept_on_one_device()
     t, filters = given_to(options, len(names))
-    searched = ["k = what a shard sends", "one more", "k V-1", "p of the search", "p 1-1e-6", "k, p, m of the search",
+    searched = ["one more", "k V-1", "p of the search", "p 1-1e-6", "k, p, m of the search",
                 "k of the search, p not", "ties", "ties of a mass", "flat", "flat, k", "flat, k, p", "peaked, tail asked for",
                 "peaked in places", "one shard has all", "fewer than k"]
     settled = np.array([name not in searched for name in names])
@@ -389,7 +389,7 @@ def test_the_law_of_unaligned_shards():
 
 ROWS = 16
 BEFORE = 8 * _cut_filters.CANDIDATES  # bytes of the tokens that a shard sends
-COSTS = {  # filters: bytes per row and shard before the draw's 20 or 36, per row of the sum; the same for each round of a search
+COSTS = {  # bytes per row and shard before the draw's 20; bytes per row of the sum; number of searches
     ("min_p",): (4, 0, 0), ("top_k",): (BEFORE + 4, 0, 1), ("top_p",): (BEFORE + 8, 8, 1),
     ("top_k", "top_p", "min_p"): (BEFORE + 8, 8, 2)}
 
@@ -440,10 +440,28 @@ def test_what_is_refused():
     filters = jax.device_put(jnp.ones(4, jnp.int32), jax.sharding.NamedSharding(mesh, P("tp")))
     call = jax.shard_map(lambda h, w, keys, k: gumbeljax.sample(h, w, keys, top_k=k[0], axis_name="tp"), mesh=mesh,
                          in_specs=(P(), P("tp"), P(), P("tp")), out_specs=P())
-    with pytest.raises(ValueError, match=r"^top_k must be the same on all shards of the vocabulary; got one that varies over 'tp'"):
+    with pytest.raises(ValueError, match=r"^top_k must be the same on all shards of the vocabulary; got one that varies"):
         jax.jit(call)(h, w, keys, filters)
     for fn in (gumbeljax.kept_tokens, gumbeljax.processed_log_probs, functools.partial(gumbeljax.top_log_probs, num=3)):
         call = jax.shard_map(lambda h, w, fn=fn: fn(h, w, top_k=3, axis_name="tp"), mesh=mesh, in_specs=(P(), P("tp")),
                              out_specs=P())
         with pytest.raises(NotImplementedError, match=r"^axis_name must be None or \(\) for a law over the whole vocabulary"):
             jax.jit(call)(h, w)
+
+
+def test_verification_wants_a_whole_table():
+    """The compiler partitions auto axes, to the tokens of one device; where a type says that w is cut, it is refused."""
+    h, w, _ = head(4, 256)
+    h, drafts, keys = jnp.tile(h[:, None], (1, 3, 1)), jnp.zeros((4, 2), jnp.int32), jax.random.key(0)
+    verify = lambda h, w: speculative.verify(speculative.Law(h, w, top_k=9), None, drafts, keys).tokens  # noqa: E731
+    sentence = r"^target must have a w that is whole on every device; got one that is cut over 'tp': gather it"
+    mesh = meshes.mesh_of((4,), ("tp",))
+    with pytest.raises(NotImplementedError, match=sentence):
+        jax.jit(jax.shard_map(verify, mesh=mesh, in_specs=(P(), P("tp")), out_specs=P()))(h, w)
+    with pytest.raises(NotImplementedError, match=sentence):
+        jax.jit(verify)(h, put(w, meshes.mesh_of((4,), ("tp",), jax.sharding.AxisType.Explicit)))
+    np.testing.assert_array_equal(jax.jit(verify)(h, put(w, mesh)), verify(h, w))
+
+
+def put(w, mesh):
+    return jax.device_put(w, jax.sharding.NamedSharding(mesh, P("tp")))

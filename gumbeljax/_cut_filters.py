@@ -66,16 +66,16 @@ def first_tokens(x: Array, first) -> tuple[Array, Array]:
 def exchange(x: Array, t, first, axes, with_head: bool, with_total: bool):
     """(top, total or None, Head or None) of all shards, from this one's logits `[width, rows]`: one all-gather."""
     top, _, total = race.mass_over(x, t, jnp.int32(0))
-    floats = jnp.stack([top, total] if with_total else [top])
-    said = [lax.bitcast_convert_type(floats, jnp.int32)]
+    numbers = [top, total] if with_total else [top]
+    said = [lax.bitcast_convert_type(jnp.stack(numbers), jnp.int32)]
     if with_head:
         said += [a.T for a in first_tokens(x, first)]
     heard = _mesh.gather((jnp.concatenate(said),), axes)[0]  # [shards, what is said, rows]
-    floats = lax.bitcast_convert_type(heard[:, :len(floats)], jnp.float32)
+    floats = lax.bitcast_convert_type(heard[:, :len(numbers)], jnp.float32)
     top, total = race.mass_of(floats[:, 0], floats[:, 1], t) if with_total else (jnp.max(floats[:, 0], axis=0), None)
     if not with_head:
         return top, total, None
-    keys, ids = jnp.split(heard[:, 1 + with_total:], 2, axis=1)  # [shards, n, rows]
+    keys, ids = jnp.split(heard[:, len(numbers):], 2, axis=1)  # [shards, n, rows]
     last = jnp.max(keys[:, -1], axis=0)
     last = Kept(last, race.first_where(keys[:, -1] == last, ids[:, -1]))
     if keys.shape[1] == x.shape[0]:  # all there are
@@ -135,6 +135,7 @@ def kept_set(x: Array, t, filters: Filters, axes, *, with_total: bool) -> Found:
 
     t and filters are the same on all shards. `with_total`: the caller needs the mass of the tempered law.
     """
+    x = lax.optimization_barrier(x)  # one value for every use, here and on the devices that hear of it
     width, vocab = x.shape[0], x.shape[0] * _mesh.num_shards(axes)
     first = _mesh.first_id(axes, width)
     top_k, top_p, min_p = filters

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from gumbeljax._call import Config, Operands
 from gumbeljax._typing import Array
-from pallas_kernels import dual, noise
+from pallas_kernels import dual, noise, xla
 from pallas_kernels.finish import has_law
 from pallas_kernels.logits import Elementwise
 
@@ -49,9 +49,10 @@ class Stop(NamedTuple):
     level: Array
 
 
-def block_size(config: Config) -> int:
-    """Tokens that a pass over both tables scores at a time."""
-    return min(2048 if config.device.platform == "cpu" else 16384, config.vocab)
+def block_size(config: Config, *sides: dual.Side) -> int:
+    """Tokens that a pass over both tables scores at a time; a CPU copies their rows of the tables."""
+    width = sum(side.h.shape[1] for side in sides if side.w is not None)
+    return min(xla.block_of_width(max(width, 1)) if config.device.platform == "cpu" else 16384, config.vocab)
 
 
 def _side(operands: Operands, config: Config, normalizer: dual.Normalizer) -> dual.Side:
@@ -92,7 +93,8 @@ def levels(target: dual.Side, draft: dual.Side, num_chains: int, config: Config)
     zero = jnp.zeros(target.t.shape, jnp.float32)
     factors, masses = [zero, zero + 1.0], [zero + 1.0]
     for _ in range(num_chains - 1):
-        masses.append(dual.residual_mass(target, draft, factors[-1], vocab=config.vocab, block=block_size(config)))
+        masses.append(dual.residual_mass(target, draft, factors[-1], vocab=config.vocab,
+                                         block=block_size(config, target, draft)))
         factors.append(factors[-1] + masses[-1])
     return jnp.stack(factors), jnp.stack(masses)
 
@@ -141,13 +143,21 @@ def walk(tokens: Array, scores: Scores, coins: Array) -> Stop:
     return Stop(*(jnp.where(going, new, old) for new, old in zip(whole, stop, strict=True)))
 
 
-def _score(target: dual.Side, q: dual.Side, exists: Array, tokens: Array, lens: Array, config: Config) -> Scores:
-    """Log-probabilities of the drafted tokens under both laws; sides at the rows of `tokens`, flattened."""
+def _score(target: dual.Side, q: dual.Side, exists: Array, tokens: Array, lens: Array, rows: Array, config: Config) -> Scores:
+    """Log-probabilities of the drafted tokens under both laws: the draft's side has the rows of `tokens`, flattened, the
+    target's those of `rows [requests, chains, positions]`, which also has the position behind each draft."""
     shape, vocab = tokens.shape, config.vocab
-    factors, masses = levels(target, q, shape[1], config)
-    log_p, log_q = (dual.log_law_at(side, tokens.reshape(1, -1), vocab).reshape(shape) for side in (target, q))
+    if shape[1] == 1:
+        one = jnp.ones((1, tokens.size), jnp.float32)
+        factors, masses = jnp.concatenate([0 * one, one]), one
+    else:
+        factors, masses = levels(_rows_of(target, rows[..., :-1].reshape(-1)), q, shape[1], config)
+    # Scored at all positions, so that no part of the hidden states is copied.
+    log_p = dual.log_law_at(target, jnp.pad(tokens, ((0, 0), (0, 0), (0, 1))).reshape(1, -1), vocab).reshape(rows.shape)[..., :-1]
+    log_q = dual.log_law_at(q, tokens.reshape(1, -1), vocab).reshape(shape)
     # A draft ends before the first token that does not exist or has no law: there the target draws freely.
-    real = (tokens >= 0) & (tokens < vocab) & (exists & (target.normalizer.token >= 0)).reshape(shape)
+    has_target = target.normalizer.token.reshape(rows.shape)[..., :-1] >= 0
+    real = (tokens >= 0) & (tokens < vocab) & exists.reshape(shape) & has_target
     real &= jnp.arange(shape[-1]) < lens[..., None]
     proposed = jnp.cumprod(real, axis=-1, dtype=jnp.int32) > 0
     return Scores(proposed, log_p, log_q, factors.reshape(-1, *shape), masses.reshape(-1, *shape))
@@ -166,8 +176,11 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
         none = jnp.zeros(requests, jnp.int32)
         return Outcome(token[:, :1], none, log_p[:, :1], none)
     rows = jnp.arange(requests * num_chains * positions).reshape(requests, num_chains, positions)
+    if draft is not None:  # one table after the other: together they would need the memory of two blocks
+        draft, normalizer = jax.lax.optimization_barrier((draft, p.normalizer))
+        p = p._replace(normalizer=normalizer)
     q, exists = draft_side(draft, draft_config, tokens.reshape(-1))
-    scores = _score(_rows_of(p, rows[..., :-1].reshape(-1)), q, exists, tokens, lens, target_config)
+    scores = _score(p, q, exists, tokens, lens, rows, target_config)
     coins = log_coins(keys, num_chains)
     stop = walk(tokens, scores, coins)
 
@@ -185,7 +198,8 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
     again = ~kept & (token >= 0)
 
     def draw(_):
-        return dual.residual_draw(p, q, factor, keys, sample=FROM_RESIDUAL, vocab=vocab, block=block_size(target_config))
+        return dual.residual_draw(p, q, factor, keys, sample=FROM_RESIDUAL, vocab=vocab,
+                                  block=block_size(target_config, p, q))
 
     zero = jnp.zeros_like(log_p)
     other, log_p_other, mass = jax.lax.cond(jnp.any(again), draw, lambda _: (jnp.zeros_like(token), zero, zero), None)

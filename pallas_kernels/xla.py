@@ -16,7 +16,6 @@ from pallas_kernels.finish import Draw, Piece, finish
 from pallas_kernels.logits import Elementwise, block_of, existing, model_logits, processed_logits
 from pallas_kernels.tiles import XlaTiles
 
-
 COPIED = 2**21  # coordinates of `w` in a block
 
 

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from gumbeljax._call import Config, Operands
+from gumbeljax._implementation import Stages
 from gumbeljax._typing import Array
-from pallas_kernels import dual, noise, xla
+from pallas_kernels import dual, noise
 from pallas_kernels.finish import has_law
 from pallas_kernels.logits import Elementwise
 
@@ -49,10 +50,10 @@ class Stop(NamedTuple):
     level: Array
 
 
-def block_size(config: Config, *sides: dual.Side) -> int:
-    """Tokens that a pass over both tables scores at a time; a CPU copies their rows of the tables."""
-    width = sum(side.h.shape[1] for side in sides if side.w is not None)
-    return min(xla.block_of_width(max(width, 1)) if config.device.platform == "cpu" else 16384, config.vocab)
+def stages_of_both(target_config: Config, draft_config: Config | None) -> Stages:
+    """Whose passes over both tables run: the plain ones if either law asks for them, as laws given as logits do."""
+    plain = draft_config is not None and draft_config.implementation == "xla"
+    return (draft_config if plain else target_config).stages()
 
 
 def _side(operands: Operands, config: Config, normalizer: dual.Normalizer) -> dual.Side:
@@ -88,13 +89,12 @@ def draft_side(operands: Operands | None, config: Config | None, tokens: Array) 
     return side, has_law(mass.top, mass.total)
 
 
-def levels(target: dual.Side, draft: dual.Side, num_chains: int, config: Config) -> tuple[Array, Array]:
+def levels(target: dual.Side, draft: dual.Side, num_chains: int, vocab: int, stages: Stages) -> tuple[Array, Array]:
     """(C_m for m = 0 .. N, R_m for m = 0 .. N - 1), `[levels, rows]`: N - 1 passes over both tables."""
     zero = jnp.zeros(target.t.shape, jnp.float32)
     factors, masses = [zero, zero + 1.0], [zero + 1.0]
     for _ in range(num_chains - 1):
-        masses.append(dual.residual_mass(target, draft, factors[-1], vocab=config.vocab,
-                                         block=block_size(config, target, draft)))
+        masses.append(stages.residual_mass(target, draft, factors[-1], vocab=vocab))
         factors.append(factors[-1] + masses[-1])
     return jnp.stack(factors), jnp.stack(masses)
 
@@ -143,17 +143,19 @@ def walk(tokens: Array, scores: Scores, coins: Array) -> Stop:
     return Stop(*(jnp.where(going, new, old) for new, old in zip(whole, stop, strict=True)))
 
 
-def _score(target: dual.Side, q: dual.Side, exists: Array, tokens: Array, lens: Array, rows: Array, config: Config) -> Scores:
+def _score(target: dual.Side, q: dual.Side, exists: Array, tokens: Array, lens: Array, rows: Array, vocab: int,
+           stages: Stages) -> Scores:
     """Log-probabilities of the drafted tokens under both laws: the draft's side has the rows of `tokens`, flattened, the
     target's those of `rows [requests, chains, positions]`, which also has the position behind each draft."""
-    shape, vocab = tokens.shape, config.vocab
+    shape = tokens.shape
     if shape[1] == 1:
         one = jnp.ones((1, tokens.size), jnp.float32)
         factors, masses = jnp.concatenate([0 * one, one]), one
     else:
-        factors, masses = levels(_rows_of(target, rows[..., :-1].reshape(-1)), q, shape[1], config)
-    # Scored at all positions, so that no part of the hidden states is copied.
-    log_p = dual.log_law_at(target, jnp.pad(tokens, ((0, 0), (0, 0), (0, 1))).reshape(1, -1), vocab).reshape(rows.shape)[..., :-1]
+        factors, masses = levels(_rows_of(target, rows[..., :-1].reshape(-1)), q, shape[1], vocab, stages)
+    # The target is asked at all positions, so that no part of its hidden states is copied.
+    everywhere = jnp.pad(tokens, ((0, 0), (0, 0), (0, 1))).reshape(1, -1)
+    log_p = dual.log_law_at(target, everywhere, vocab).reshape(rows.shape)[..., :-1]
     log_q = dual.log_law_at(q, tokens.reshape(1, -1), vocab).reshape(shape)
     # A draft ends before the first token that does not exist or has no law: there the target draws freely.
     has_target = target.normalizer.token.reshape(rows.shape)[..., :-1] >= 0
@@ -180,7 +182,8 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
         draft, normalizer = jax.lax.optimization_barrier((draft, p.normalizer))
         p = p._replace(normalizer=normalizer)
     q, exists = draft_side(draft, draft_config, tokens.reshape(-1))
-    scores = _score(p, q, exists, tokens, lens, rows, target_config)
+    stages = stages_of_both(target_config, draft_config)
+    scores = _score(p, q, exists, tokens, lens, rows, vocab, stages)
     coins = log_coins(keys, num_chains)
     stop = walk(tokens, scores, coins)
 
@@ -198,8 +201,7 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
     again = ~kept & (token >= 0)
 
     def draw(_):
-        return dual.residual_draw(p, q, factor, keys, sample=FROM_RESIDUAL, vocab=vocab,
-                                  block=block_size(target_config, p, q))
+        return stages.residual_draw(p, q, factor, keys, sample=FROM_RESIDUAL, vocab=vocab)
 
     zero = jnp.zeros_like(log_p)
     other, log_p_other, mass = jax.lax.cond(jnp.any(again), draw, lambda _: (jnp.zeros_like(token), zero, zero), None)

@@ -77,11 +77,16 @@ def step(carry, x: Inputs, f):
     return harness.depend(h, *out[:2]), harness.depend(draft_h, *out[:2]), i + 1
 
 
-@partial(jax.jit, static_argnames=("rows", "draft_len", "accepted"))
-def inputs(w, draft_w, *, rows: int, draft_len: int, accepted: float) -> Inputs:
-    """Laws of overlap about `accepted`: normal noise of standard deviation s on many logits leaves 2 Phi(-s / 2)."""
+def noise_for(accepted: float) -> float:
+    """The standard deviation of normal noise on many logits that leaves an overlap of `accepted`: 2 Phi(-s / 2)."""
+    return -2 * NormalDist().inv_cdf(accepted / 2)
+
+
+@partial(jax.jit, static_argnames=("rows", "draft_len"))
+def inputs(w, draft_w, deviation, *, rows: int, draft_len: int) -> Inputs:
+    """Laws whose logits differ by normal noise of this standard deviation."""
     d_model, width = w.shape[1], draft_w.shape[1]
-    noise = -2 * NormalDist().inv_cdf(accepted / 2) / (2 * (1 - width / d_model) ** 0.5)
+    noise = deviation / (2 * (1 - width / d_model) ** 0.5)
     spread = (d_model / width) ** 0.5  # of the logits, as if the whole width were in use
     shared = spread * jax.random.normal(jax.random.key(4), (rows, draft_len + 1, width), jnp.float32)
     rest = noise * jax.random.normal(jax.random.key(5), (rows, draft_len + 1, d_model - width), jnp.float32)
@@ -108,7 +113,8 @@ def check(x: Inputs) -> dict[str, float]:
     is_valid, accepted, first, everywhere = map(np.asarray, observe(x))
     seen, draft_len = float((accepted > 0).mean()), x.drafted.shape[-1]
     if not is_valid or abs(seen - first) > 5 * (first * (1 - first) / accepted.size) ** 0.5 + 1e-3:
-        raise SystemExit(f"tokens valid: {bool(is_valid)}; first token accepted {seen:.3f}, expected {first:.3f}: nothing was timed")
+        raise SystemExit(f"tokens valid: {bool(is_valid)}; first token accepted {seen:.3f} of the time, not {first:.3f}: "
+                         "nothing was timed")
     rejected = (accepted < draft_len).sum(axis=1)
     return {"acceptance": float(everywhere), "first_accepted": seen, "first_expected": float(first),
             "accepted_per_block": float(accepted.mean()), "share_of_calls_with_rejections": float((rejected > 0).mean()),
@@ -116,18 +122,21 @@ def check(x: Inputs) -> dict[str, float]:
 
 
 class Programs(NamedTuple):
-    """Compiled for a number of rows and a draft length: loops by contender, and bytes of temporary memory."""
+    """What is compiled for a number of rows and a draft length: loops by contender, and bytes of temporary memory."""
 
     loops: dict[str, Any]
     temp_bytes: dict[str, int]
     iterations: int
 
 
-def compile_all(x: Inputs, rejected: int) -> Programs:
+def compile_all(x: Inputs, seen: list[dict[str, float]]) -> Programs:
+    """The products of the residual once for each number of rejected rows, all else once."""
     carry = x.h, x.draft_h, jnp.int32(0)
     size = x.w.size + x.draft_w.size
     iterations = timing.calls_per_loop(x.w.nbytes + x.draft_w.nbytes, 2 * x.h.shape[0] * x.h.shape[1] * size)
-    functions = {VERIFY: ours, IDIOM: idiom, HEADS: lambda x, *_: products(x), RESIDUAL: lambda x, *_: products(x, rejected)}
+    functions = {VERIFY: ours, IDIOM: idiom, HEADS: lambda x, *_: products(x)}
+    for rows in {rejected_rows(s) for s in seen}:
+        functions[f"{RESIDUAL}, {rows} rows"] = lambda x, *_, rows=rows: products(x, rows)
     with ThreadPoolExecutor(8) as pool:
         loops = {name: pool.submit(harness.compiled_loop, partial(step, f=f), carry, x, iterations=iterations)
                  for name, f in functions.items()}
@@ -137,10 +146,17 @@ def compile_all(x: Inputs, rejected: int) -> Programs:
                         {name: harness.temp_bytes(program.result()) for name, program in alone.items()}, iterations)
 
 
+def rejected_rows(seen: dict[str, float]) -> int:
+    """How many rows the products of the residual have: the mean of the calls that reject."""
+    return max(1, round(seen["rejected_rows"]))
+
+
 def measure(x: Inputs, programs: Programs, seen: dict[str, float], *, rounds: int) -> dict[str, Any]:
     """One row of the table."""
     carry = x.h, x.draft_h, jnp.int32(0)
-    loops = {name: harness.timed(loop, carry, x, iterations=programs.iterations) for name, loop in programs.loops.items()}
+    own = {RESIDUAL: programs.loops[f"{RESIDUAL}, {rejected_rows(seen)} rows"]}
+    own |= {name: programs.loops[name] for name in (VERIFY, IDIOM, HEADS)}
+    loops = {name: harness.timed(loop, carry, x, iterations=programs.iterations) for name, loop in own.items()}
     samples = timing.take_turns(loops, rounds=rounds)
     share = seen["share_of_calls_with_rejections"]
     floor = [a + share * b for a, b in zip(samples[HEADS], samples[RESIDUAL], strict=True)]
@@ -184,17 +200,17 @@ def main() -> None:
     results, start = [], time.perf_counter()
     for rows in arguments.rows:
         for draft_len in arguments.draft_lens:
-            for accepted in arguments.acceptances:
-                x = inputs(w, draft_w, rows=rows, draft_len=draft_len, accepted=accepted)
-                seen = check(x)
-                programs = compile_all(x, max(1, round(seen["rejected_rows"])))
+            xs = [inputs(w, draft_w, noise_for(a), rows=rows, draft_len=draft_len) for a in arguments.acceptances]
+            seen = [check(x) for x in xs]
+            programs = compile_all(xs[0], seen)
+            for x, here, wanted in zip(xs, seen, arguments.acceptances, strict=True):
                 results.append({
                     "head": Head("target", *w.shape)._asdict(), "draft_head": Head("draft", *draft_w.shape)._asdict(),
-                    "rows": rows, "draft_len": draft_len, "wanted": accepted,
-                    **measure(x, programs, seen, rounds=arguments.rounds)})
+                    "rows": rows, "draft_len": draft_len, "wanted": wanted,
+                    **measure(x, programs, here, rounds=arguments.rounds)})
                 # After every cell: a long run may be cut short.
                 harness.save(arguments.name, results, claim=__doc__.splitlines()[0], base=IDIOM)
-                print(f"{rows} x {draft_len} at {accepted}: {time.perf_counter() - start:.0f} s so far", flush=True)
+                print(f"{rows} x {draft_len} at {wanted}: {time.perf_counter() - start:.0f} s so far", flush=True)
     Console(width=150).print(table(results))
 
 

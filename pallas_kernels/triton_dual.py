@@ -21,7 +21,8 @@ def _kernel(
     structure, laws, wanted, sample, plt, vocab, num_rows, tiles,
 ):
     target, draft, factor_ref, key_refs, out_refs = jax.tree.unflatten(structure, refs)
-    tile, first_row = pl.program_id(0), pl.program_id(1) * tiles.rows
+    row_tiles = jnp.int32(pl.cdiv(num_rows, tiles.rows))  # neighbours read the same tile of a table, from the cache
+    tile, first_row = lax.div(pl.program_id(0), row_tiles), lax.rem(pl.program_id(0), row_tiles) * tiles.rows
     first_id = tile * tiles.vocab
     rows = first_row + lax.broadcasted_iota(jnp.int32, (tiles.rows,), 0)
     ids = first_id + lax.broadcasted_iota(jnp.int32, (tiles.vocab, 1), 0)
@@ -35,11 +36,12 @@ def _kernel(
         if refs["h"] is None:
             return dual.log_law(None, ids, side)
         x = triton.tile_logits(plt, refs["h"], refs["w"], first_id, first_row, vocab=vocab, num_rows=num_rows, tiles=tiles,
-                               d_model=law["d_model"], vocab_axis=law["vocab_axis"], precision=law["precision"])
+                               d_model=law["d_model"], vocab_axis=law["vocab_axis"], precision=law["precision"],
+                               interleave=False)
         options = Elementwise(**{
             name: triton.tile_option(plt, ref, first_id, first_row, vocab=vocab, num_rows=num_rows, tiles=tiles)
             for name, ref in zip(law["dense"], refs["dense"], strict=True)})
-        x = processed_logits(model_logits(x, law["scale"], law["soft_cap"]), options)
+        x = processed_logits(model_logits(x, law["scale"], law["soft_cap"], options.weight_scale), options)
         return dual.log_law(x, ids, side)
 
     log_p, log_q = (log_law(refs, law) for refs, law in zip((target, draft), laws, strict=True))
@@ -59,8 +61,8 @@ def _launch(target: dual.Side, draft: dual.Side, factor, keys, *, plt, wanted, s
     """Runs the kernel over the grid of tiles; every output is `[tiles, rows]`."""
     num_rows, sides = factor.shape[0], (target, draft)
     with_table = [side for side in sides if side.h is not None]
-    widest = max((side.h for side in with_table), key=lambda h: h.dtype.itemsize * h.shape[1])
-    tiles = tiles or triton.default_tiles(num_rows, widest.shape[1], widest.dtype, target.vocab_axis)
+    widest = max(with_table, key=lambda side: side.h.dtype.itemsize * side.h.shape[1])
+    tiles = tiles or triton.default_tiles(num_rows, widest.h.shape[1], widest.h.dtype, widest.w.dtype)
     num_tiles = pl.cdiv(vocab, tiles.vocab)
 
     def arguments_of(side):
@@ -78,7 +80,7 @@ def _launch(target: dual.Side, draft: dual.Side, factor, keys, *, plt, wanted, s
     body = functools.partial(_kernel, structure=structure, laws=laws, wanted=wanted, sample=sample, plt=plt, vocab=vocab,
                              num_rows=num_rows, tiles=tiles)
     return pl.pallas_call(
-        body, grid=(num_tiles, pl.cdiv(num_rows, tiles.rows)), out_shape=out_shape, interpret=interpret,
+        body, grid=(num_tiles * pl.cdiv(num_rows, tiles.rows),), out_shape=out_shape, interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         name=f"gumbeljax_residual_{wanted}")(*flat)
 

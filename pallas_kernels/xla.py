@@ -40,7 +40,7 @@ def whole(vocab: int) -> XlaTiles:
 
 
 def keep_order(x):
-    """x, behind which XLA for CPUs cannot fold a transpose into a product."""
+    """x, a pytree. XLA for CPUs folds no transpose behind it into a product, and makes all of x before what needs any of it."""
     return lax.platform_dependent(x, cpu=lax.optimization_barrier, default=lambda x: x)
 
 
@@ -74,7 +74,7 @@ def fold_blocks(block_fn, merge_fn, vocab, block) -> Any:
     starts = jnp.arange(1, vocab // block, dtype=jnp.int32) * block
     out = lax.scan(step, first, starts)[0] if starts.size else first
     if tail := vocab % block:
-        out, start = lax.optimization_barrier((out, jnp.int32(vocab - tail)))  # else both blocks would be alive at once
+        out, start = keep_order((out, jnp.int32(vocab - tail)))  # else both blocks would be alive at once
         out = pair(out, block_fn(start, tail))
     return out
 

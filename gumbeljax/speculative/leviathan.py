@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from gumbeljax._call import Config, Operands
 from gumbeljax._implementation import Stages
 from gumbeljax._typing import Array
-from pallas_kernels import dual, noise
+from pallas_kernels import dual, noise, xla
 from pallas_kernels.finish import has_law
 from pallas_kernels.logits import Elementwise
 
@@ -179,7 +179,7 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
         return Outcome(token[:, :1], none, log_p[:, :1], none)
     rows = jnp.arange(requests * num_chains * positions).reshape(requests, num_chains, positions)
     if draft is not None:  # one table after the other: together they would need the memory of two blocks
-        draft, normalizer = jax.lax.optimization_barrier((draft, p.normalizer))
+        draft, normalizer = xla.keep_order((draft, p.normalizer))
         p = p._replace(normalizer=normalizer)
     q, exists = draft_side(draft, draft_config, tokens.reshape(-1))
     stages = stages_of_both(target_config, draft_config)

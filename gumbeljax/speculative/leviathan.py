@@ -52,8 +52,9 @@ class Stop(NamedTuple):
 
 def stages_of_both(target_config: Config, draft_config: Config | None) -> Stages:
     """Whose passes over both tables run: the plain ones if either law asks for them, as laws given as logits do."""
-    plain = draft_config is not None and draft_config.implementation == "xla"
-    return (draft_config if plain else target_config).stages()
+    if draft_config is not None and draft_config.implementation == "xla":
+        return draft_config.stages()
+    return target_config.stages()
 
 
 def _side(operands: Operands, config: Config, normalizer: dual.Normalizer) -> dual.Side:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
+import gumbeljax
 from gumbeljax import _compat
 from gumbeljax.speculative import Law, verify, verify_chains
 from pallas_kernels import dual, triton_dual
@@ -81,6 +82,28 @@ def test_lowers_for_a_gpu(chains, w, kernels):
             shape(*lead, 5, 256), shape(4100, 256), shape(*lead, 4, 128), shape(4100, 128), shape(*lead, 4, dtype=jnp.int32),
             jax.eval_shape(lambda: jax.random.key(0))).lower(lowering_platforms=("cuda",)).as_text()
     assert {name: f"gumbeljax_residual_{name}" in text for name in kernels} == kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("requests, chains", [(1, 1), (9, 1), (40, 1), (5, 2)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_tokens_are_those_of_xla_on_a_gpu(dtype, requests, chains):
+    """Logits that are exact in any order of summation: every token, whatever the kernels, and log-probs to rounding."""
+    lead, vocab = (requests,) if chains == 1 else (requests, chains), 5003
+    keys = jax.random.split(jax.random.key(0), 5)
+    whole = lambda key, *shape: jax.random.randint(key, shape, -1, 2).astype(dtype)  # noqa: E731
+    h, w, draft_w = whole(keys[0], *lead, 5, 192), whole(keys[1], vocab, 192) / 8, whole(keys[2], vocab, 96) / 8
+    draft_h, verifies = h[..., :-1, :96], verify if chains == 1 else verify_chains
+    drafted = gumbeljax.sample(draft_h, draft_w, keys[3])
+    outs = []
+    for name in (None, "triton", "xla"):
+        p, q = Law(h, w, temperature=0.8, implementation=name), Law(draft_h, draft_w, implementation=name)
+        outs.append(verifies(p, q, drafted, keys[4]))
+    for out in outs[:2]:
+        np.testing.assert_array_equal(out.tokens, outs[2].tokens)
+        np.testing.assert_array_equal(out.num_accepted, outs[2].num_accepted)
+        np.testing.assert_allclose(out.log_probs, outs[2].log_probs, rtol=1e-4, atol=1e-4)
+    assert 0 < int(outs[2].num_accepted.sum()) < 4 * requests or requests == 1
 
 
 def two_log_softmaxes(h, w, draft_h, draft_w, drafted, key):

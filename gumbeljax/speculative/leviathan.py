@@ -113,6 +113,16 @@ def _at_level(x: Array, level: Array) -> Array:
     return jnp.take_along_axis(x, level[None], axis=0)[0]
 
 
+def walk_one(scores: Scores, coins: Array) -> Stop:
+    """`walk` for one chain, all positions at once."""
+    proposed, draft_len = scores.proposed[:, 0], scores.proposed.shape[-1]
+    ratio = scores.log_p[:, 0] - scores.log_q[:, 0]  # NaN where p and q are 0: not accepted
+    accepted = proposed & (coins[0, :, :draft_len] < ratio)
+    position = jnp.sum(jnp.cumprod(accepted, axis=-1, dtype=jnp.int32), axis=-1, dtype=jnp.int32)
+    tried = jnp.any(proposed & (jnp.arange(draft_len) == position[:, None]), axis=-1)
+    return Stop(position, jnp.zeros_like(position), tried.astype(jnp.int32))
+
+
 def walk(tokens: Array, scores: Scores, coins: Array) -> Stop:
     """Tries the drafted tokens, position by position and chain by chain; coins are those of `log_coins`.
 
@@ -186,7 +196,7 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
     stages = stages_of_both(target_config, draft_config)
     scores = _score(p, q, exists, tokens, lens, rows, vocab, stages)
     coins = log_coins(keys, num_chains)
-    stop = walk(tokens, scores, coins)
+    stop = walk_one(scores, coins) if num_chains == 1 else walk(tokens, scores, coins)
 
     # The last token: from p where nothing was rejected, else from what the rejections left of p.
     request, place = jnp.arange(requests), jnp.minimum(stop.position, draft_len - 1)

@@ -44,10 +44,20 @@ def jitted_loop(step: Callable[..., Any], carry: Any, *constants: Any, iteration
     else XLA drops it or moves it out of the loop.  Large arrays that do not change are `constants`: the loop does not return
     them, which would copy them once, and they are no part of the program, as what `step` closes over is.
     """
+    return timed(compiled_loop(step, carry, *constants, iterations=iterations), carry, *constants, iterations=iterations)
+
+
+def compiled_loop(step: Callable[..., Any], carry: Any, *constants: Any, iterations: int) -> Callable[..., Any]:
+    """The loop of `jitted_loop`, compiled for arguments of these shapes and not run: many can be compiled in threads."""
     @jax.jit
     def loop(carry, *constants):
         return jax.lax.scan(lambda carry, _: (step(carry, *constants), None), carry, length=iterations)[0]
 
+    return loop.lower(carry, *constants).compile()
+
+
+def timed(loop: Callable[..., Any], carry: Any, *constants: Any, iterations: int) -> Callable[[], float]:
+    """Runs a compiled loop once. A call of the result runs it again and returns device seconds per iteration."""
     jax.block_until_ready(loop(carry, *constants))
     return lambda: _seconds(lambda: loop(carry, *constants), 1) / iterations
 

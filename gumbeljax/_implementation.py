@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from gumbeljax import _checks, _compat, _tuning
 from gumbeljax._tuning import Tiles, Tuning
-from pallas_kernels import mosaic, xla
+from pallas_kernels import dual, mosaic, xla
 from pallas_kernels.logits import Elementwise
 from pallas_kernels.tiles import XlaTiles
 
@@ -119,12 +119,15 @@ def plan(h, w, implementation: str | Tuning | None, device: DeviceFacts, *, voca
 
 
 class Stages(NamedTuple):
-    """What an implementation offers: a draw, the draw of a shard, the mass of the vocabulary, and the masses of its groups."""
+    """What an implementation offers: a draw, the draw of a shard, the mass of the vocabulary, the masses of its groups, and
+    the passes over two tables."""
 
     draw: Callable
     piece: Callable
     mass: Callable
     groups: Callable
+    residual_draw: Callable
+    residual_mass: Callable
 
 
 def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None) -> Stages:
@@ -132,13 +135,16 @@ def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None)
     if implementation == "xla":
         if tiles is None and device.platform != "cpu":
             tiles = XlaTiles(32768)  # long blocks keep an accelerator busy
-        return Stages(*(functools.partial(f, tiles=tiles) for f in (xla.draw, xla.piece, xla.stage1_mass, xla.stage1_groups)))
-    from pallas_kernels import triton
+        one = (functools.partial(f, tiles=tiles) for f in (xla.draw, xla.piece, xla.stage1_mass, xla.stage1_groups))
+        block = None if device.platform == "cpu" else 16384
+        return Stages(*one, *(functools.partial(f, block=block) for f in (dual.residual_draw, dual.residual_mass)))
+    from pallas_kernels import triton, triton_dual
 
     _compat.quiet_triton_deprecation()
     plt = _compat.pallas_triton()
-    by_triton = Stages(*(functools.partial(f, plt=plt, tiles=tiles if implementation == "triton" else None)
-                         for f in (triton.draw, triton.piece, triton.stage1_mass, triton.stage1_groups)))
+    one = (functools.partial(f, plt=plt, tiles=tiles if implementation == "triton" else None)
+           for f in (triton.draw, triton.piece, triton.stage1_mass, triton.stage1_groups))
+    by_triton = Stages(*one, *(functools.partial(f, plt=plt) for f in (triton_dual.residual_draw, triton_dual.residual_mass)))
     if implementation == "triton":
         return by_triton
     machine = {"mgpu": _compat.pallas_mosaic(), "num_sms": device.cores, "tiles": tiles}

@@ -1,7 +1,8 @@
 """Two laws over one vocabulary: log-probabilities of given tokens, and draws from `max(p - c q, 0)`.
 
-Pure JAX on any device. The vocabulary is streamed in blocks, so that no logits are kept. Vocabulary runs along axis 0, rows
-along the last axis. A side without logits of its own is a draft that always proposes one token: q is 1 there.
+Pure JAX on any device; `triton_dual` has the passes over both tables for NVIDIA GPUs. The vocabulary is streamed in blocks,
+so that no logits are kept. Vocabulary runs along axis 0, rows along the last axis. A side without logits of its own is a
+draft that always proposes one token: q is 1 there.
 """
 
 from typing import Any, NamedTuple
@@ -82,16 +83,21 @@ def log_residual(log_p, log_q, factor):
     return jnp.where(below, log_p + jnp.log(-jnp.expm1(jnp.where(below, gap, -1.0))), -jnp.inf)
 
 
-def residual_mass(target: Side, draft: Side, factor, *, vocab, block):
+def choose_block(target: Side, draft: Side) -> int:
+    """Tokens to score at a time on a CPU, which copies their rows of both tables."""
+    return xla.block_of_width(max(sum(side.h.shape[1] for side in (target, draft) if side.w is not None), 1))
+
+
+def residual_mass(target: Side, draft: Side, factor, *, vocab, block=None):
     """`sum_v max(p_v - factor * q_v, 0)`, `[rows]`: one pass over both tables."""
     def of_block(start, size):
         r = log_residual(log_law_block(target, start, size), log_law_block(draft, start, size), factor)
         return jnp.sum(jnp.exp(r), axis=0)
 
-    return xla.fold_blocks(of_block, lambda pair: jnp.sum(pair, axis=0), vocab, block)
+    return xla.fold_blocks(of_block, lambda pair: jnp.sum(pair, axis=0), vocab, block or choose_block(target, draft))
 
 
-def residual_draw(target: Side, draft: Side, factor, keys, *, sample, vocab, block):
+def residual_draw(target: Side, draft: Side, factor, keys, *, sample, vocab, block=None):
     """(token, its log p, mass) drawn from `max(p - factor * q, 0)` by the grouped race: one pass over both tables.
 
     Where the mass is 0 the token means nothing.
@@ -102,7 +108,13 @@ def residual_draw(target: Side, draft: Side, factor, keys, *, sample, vocab, blo
         r = log_residual(log_law_block(target, start, size), log_law_block(draft, start, size), factor)
         return race.race_of(xla.pad_to_group(r), keys, sample, one, start)
 
-    won = xla.fold_blocks(of_block, lambda pair: race.merge(pair, one), vocab, block)
+    won = xla.fold_blocks(of_block, lambda pair: race.merge(pair, one), vocab, block or choose_block(target, draft))
+    return choose_in_group(target, draft, factor, keys, won, sample=sample, vocab=vocab)
+
+
+def choose_in_group(target: Side, draft: Side, factor, keys, won: race.Race, *, sample, vocab):
+    """What `residual_draw` returns, from the group that won."""
+    one = jnp.float32(1.0)
     first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
     ids, log_p = log_law_group(target, first, vocab)
     r = log_residual(log_p, log_law_group(draft, first, vocab)[1], factor)

@@ -1,5 +1,6 @@
 """Stage 2: from the winning group to the token. Recomputes the logits of that one group: 16 rows of `w` per row of `h`."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,8 @@ from jax import lax
 from pallas_kernels import noise, race
 from pallas_kernels.logits import Elementwise, inverse_temperature, model_logits, processed_logits, rows_of
 
-GATHER = 2**20  # coordinates of `w` alive at a time
+GATHER = 2**20  # coordinates of `w` alive at a time, and on a CPU, where XLA writes them down twice:
+CPU_GATHER = 2**18
 
 
 class Draw(NamedTuple):
@@ -43,14 +45,20 @@ def token_logits(h, w, ids, vocab_axis):
     """
     if w is None:
         return jnp.take_along_axis(h, ids.T, axis=1).T.astype(jnp.float32)
-    def of_row(row):
-        h, ids = row
+
+    def of_row(h, ids):
         picked = jnp.take(w, ids, axis=vocab_axis, mode="clip").astype(h.dtype).astype(jnp.float32)
         return jnp.sum((picked.T if vocab_axis == 1 else picked) * h.astype(jnp.float32), axis=-1)
 
-    # A few rows at a time: 16 rows of `w` for each row of h can be more than the logits.
-    batch = max(1, GATHER // (ids.shape[0] * h.shape[1]))
-    return lax.map(of_row, (h, ids.T), batch_size=batch).T if batch < h.shape[0] else jax.vmap(of_row)((h, ids.T)).T
+    def of_rows(h, ids, coordinates):
+        # A few rows at a time: 16 rows of `w` for each row of h can be more than the logits.
+        batch = max(1, coordinates // (ids.shape[0] * h.shape[1]))
+        if batch >= h.shape[0]:
+            return jax.vmap(of_row)(h, ids.T).T
+        return lax.map(lambda row: of_row(h[row[0]], row[1]), (jnp.arange(h.shape[0]), ids.T), batch_size=batch).T
+
+    return lax.platform_dependent(h, ids, cpu=functools.partial(of_rows, coordinates=CPU_GATHER),
+                                  default=functools.partial(of_rows, coordinates=GATHER))
 
 
 def group_logits(h, w, first, options: Elementwise, *, vocab, vocab_axis):

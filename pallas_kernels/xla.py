@@ -16,14 +16,22 @@ from pallas_kernels.finish import Draw, Piece, finish
 from pallas_kernels.logits import Elementwise, block_of, existing, model_logits, processed_logits
 from pallas_kernels.tiles import XlaTiles
 
+COPIED = 2**21  # coordinates of `w` in a block
+
 
 def choose_tiles(h, w, vocab: int) -> XlaTiles:
     """Blocks that were fast on a CPU, and never take more memory than the short ones would. Narrower numbers are widened
     block by block: a whole table of them takes XLA ten times as long."""
-    short = XlaTiles()
-    if w is None or not h.dtype == w.dtype == jnp.float32:
-        return short
-    return whole(vocab) if h.shape[0] * vocab <= short.block * h.shape[1] else short
+    if w is None:
+        return XlaTiles()
+    if h.dtype == w.dtype == jnp.float32 and h.shape[0] * vocab <= XlaTiles().block * h.shape[1]:
+        return whole(vocab)
+    return XlaTiles(block_of_width(h.shape[1]))
+
+
+def block_of_width(width: int) -> int:
+    """Tokens in a block of rows of `width` coordinates: a power of two from 16 to 2048."""
+    return min(2048, max(noise.GROUP, 2 ** ((COPIED // width).bit_length() - 1)))
 
 
 def whole(vocab: int) -> XlaTiles:
@@ -32,7 +40,7 @@ def whole(vocab: int) -> XlaTiles:
 
 
 def keep_order(x):
-    """x, behind which XLA for CPUs cannot fold a transpose into a product."""
+    """x, a pytree. XLA for CPUs folds no transpose behind it into a product, and makes all of x before what needs any of it."""
     return lax.platform_dependent(x, cpu=lax.optimization_barrier, default=lambda x: x)
 
 
@@ -65,8 +73,10 @@ def fold_blocks(block_fn, merge_fn, vocab, block) -> Any:
 
     starts = jnp.arange(1, vocab // block, dtype=jnp.int32) * block
     out = lax.scan(step, first, starts)[0] if starts.size else first
-    tail = vocab % block
-    return pair(out, block_fn(jnp.int32(vocab - tail), tail)) if tail else out
+    if tail := vocab % block:
+        out, start = keep_order((out, jnp.int32(vocab - tail)))  # else both blocks would be alive at once
+        out = pair(out, block_fn(start, tail))
+    return out
 
 
 def pad_to_group(x):

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import bench_cpu, bench_gpu, bench_log_prob, harness, plot, records, timing
-from benchmarks.shapes import CPU_HEADS, GPU_HEADS, HEADS, ODD
+import gumbeljax
+from benchmarks import bench_cpu, bench_gpu, bench_log_prob, bench_resampling, bench_verify, harness, plot, records, timing
+from benchmarks.shapes import CPU_HEADS, GPU_HEADS, HEADS, ODD, Head
 
 
 def test_depend_keeps_the_work_alive():
@@ -176,3 +177,25 @@ def test_peers_laws_are_checked_before_timing(monkeypatch):
 
 def test_head_names_are_unique():
     assert len({head.name for head in HEADS}) == len(HEADS) and {*CPU_HEADS, *GPU_HEADS} <= set(HEADS)
+
+
+def test_verification_is_checked_before_it_is_timed():
+    """The laws overlap as asked for, both ways accept as often as they should, and drafts of another law are noticed."""
+    w = bench_gpu.random_head(Head("small", 2048, 64))
+    x = bench_verify.inputs(w, w[:, :32], bench_verify.noise_for(0.5), rows=8, draft_len=2)
+    seen = bench_verify.check(x)
+    assert abs(seen["acceptance"] - 0.5) < 0.05 and 0 < seen["rejected_rows"] <= 8
+    _, accepted = jax.lax.map(lambda drafts: bench_verify.idiom(x, *drafts), (x.drafted, x.keys))
+    assert abs(float((accepted > 0).mean()) - seen["first_expected"]) < 0.1
+    with pytest.raises(SystemExit, match="nothing was timed"):
+        bench_verify.check(x._replace(drafted=jnp.broadcast_to(gumbeljax.greedy(x.h[:, :-1], w), x.drafted.shape)))
+
+
+def test_resampling_is_checked_before_it_is_timed():
+    log_weights = jax.random.normal(jax.random.key(1), (64, 32)).at[:, ::7].set(-jnp.inf)
+    drawn = bench_resampling.plain_systematic(log_weights, jax.random.key(2))
+    for name in bench_resampling.BASE:
+        bench_resampling.check(name, log_weights, bench_resampling.CONTENDERS[name](log_weights, jax.random.key(2)))
+    for wrong in (drawn - 1, jnp.roll(drawn, 1, axis=0), jnp.broadcast_to(jnp.arange(32), drawn.shape)):
+        with pytest.raises(SystemExit, match="nothing was timed"):
+            bench_resampling.check("systematic", log_weights, wrong)

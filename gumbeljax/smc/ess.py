@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from gumbeljax import _checks
+from gumbeljax._call import plain_broadcasting
 from gumbeljax._typing import Array, ArrayLike
 
 
@@ -47,6 +48,7 @@ def _total(x: Array) -> Array:
     return jnp.sum(jnp.sum(x.reshape(*x.shape[:-1], -1, block), axis=-1), axis=-1)
 
 
+@plain_broadcasting()
 def log_ess(log_weights: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
     r"""Logarithm of the effective sample size, `2 logsumexp(l) - logsumexp(2 l)`.
 
@@ -62,6 +64,7 @@ def log_ess(log_weights: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
     return 2 * jnp.log(_total(weights)) - jnp.log(_total(weights * weights))
 
 
+@plain_broadcasting()
 def ess(log_weights: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
     r"""Effective sample size of a weighted set of particles, :math:`(\sum_i w_i)^2 / \sum_i w_i^2`.
 
@@ -93,6 +96,7 @@ def ess(log_weights: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
     return jnp.where(has_law[..., 0], total * (total / jnp.where(squares > 0, squares, 1)), jnp.nan)
 
 
+@plain_broadcasting()
 def normalize(log_weights: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
     r"""Normalised weights, :math:`w_i = e^{l_i} / \sum_j e^{l_j}`: float32 `[..., n]` that sum to 1.
 
@@ -107,6 +111,7 @@ def normalize(log_weights: ArrayLike, *, mask: ArrayLike | None = None) -> Array
     return jnp.where(has_law, weights / jnp.where(has_law, total, 1), jnp.nan)
 
 
+@plain_broadcasting()
 def log_mean_weight(log_weights: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
     r"""Log of the mean weight, :math:`\log \frac1n \sum_i e^{l_i}`: what a resampling step adds to log Z.
 

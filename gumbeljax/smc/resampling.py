@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gumbeljax._call import plain_broadcasting
 from gumbeljax._keys import row_keys
 from gumbeljax._typing import Array, ArrayLike, Key
 from gumbeljax.smc.ess import log_weights_and_mask, scaled_weights
@@ -229,6 +230,7 @@ def _groups(scheme, log_weights: Array, key0: Array, key1: Array, num_samples: i
     return jnp.where(has_law, ancestors, -1)
 
 
+@plain_broadcasting()
 def _resample(scheme, log_weights, key, num_samples, mask) -> Array:
     x = log_weights_and_mask(log_weights, mask)
     batch_shape, n = x.shape[:-1], x.shape[-1]

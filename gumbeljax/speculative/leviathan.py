@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from gumbeljax._call import Config, Operands
+from gumbeljax._implementation import Stages
 from gumbeljax._typing import Array
-from pallas_kernels import dual, noise
+from pallas_kernels import dual, noise, xla
 from pallas_kernels.finish import has_law
 from pallas_kernels.logits import Elementwise
 
@@ -49,9 +50,11 @@ class Stop(NamedTuple):
     level: Array
 
 
-def block_size(config: Config) -> int:
-    """Tokens that a pass over both tables scores at a time."""
-    return min(2048 if config.device.platform == "cpu" else 16384, config.vocab)
+def stages_of_both(target_config: Config, draft_config: Config | None) -> Stages:
+    """Whose passes over both tables run: the plain ones if either law asks for them, as laws given as logits do."""
+    if draft_config is not None and draft_config.implementation == "xla":
+        return draft_config.stages()
+    return target_config.stages()
 
 
 def _side(operands: Operands, config: Config, normalizer: dual.Normalizer) -> dual.Side:
@@ -87,12 +90,12 @@ def draft_side(operands: Operands | None, config: Config | None, tokens: Array) 
     return side, has_law(mass.top, mass.total)
 
 
-def levels(target: dual.Side, draft: dual.Side, num_chains: int, config: Config) -> tuple[Array, Array]:
+def levels(target: dual.Side, draft: dual.Side, num_chains: int, vocab: int, stages: Stages) -> tuple[Array, Array]:
     """(C_m for m = 0 .. N, R_m for m = 0 .. N - 1), `[levels, rows]`: N - 1 passes over both tables."""
     zero = jnp.zeros(target.t.shape, jnp.float32)
     factors, masses = [zero, zero + 1.0], [zero + 1.0]
     for _ in range(num_chains - 1):
-        masses.append(dual.residual_mass(target, draft, factors[-1], vocab=config.vocab, block=block_size(config)))
+        masses.append(stages.residual_mass(target, draft, factors[-1], vocab=vocab))
         factors.append(factors[-1] + masses[-1])
     return jnp.stack(factors), jnp.stack(masses)
 
@@ -108,6 +111,16 @@ def log_coins(keys, num_chains: int) -> Array:
 def _at_level(x: Array, level: Array) -> Array:
     """x `[levels, requests]` at each request's level."""
     return jnp.take_along_axis(x, level[None], axis=0)[0]
+
+
+def walk_one(scores: Scores, coins: Array) -> Stop:
+    """`walk` for one chain, all positions at once."""
+    proposed, draft_len = scores.proposed[:, 0], scores.proposed.shape[-1]
+    ratio = scores.log_p[:, 0] - scores.log_q[:, 0]  # NaN where p and q are 0: not accepted
+    accepted = proposed & (coins[0, :, :draft_len] < ratio)
+    position = jnp.sum(jnp.cumprod(accepted, axis=-1, dtype=jnp.int32), axis=-1, dtype=jnp.int32)
+    tried = jnp.any(proposed & (jnp.arange(draft_len) == position[:, None]), axis=-1)
+    return Stop(position, jnp.zeros_like(position), tried.astype(jnp.int32))
 
 
 def walk(tokens: Array, scores: Scores, coins: Array) -> Stop:
@@ -141,13 +154,23 @@ def walk(tokens: Array, scores: Scores, coins: Array) -> Stop:
     return Stop(*(jnp.where(going, new, old) for new, old in zip(whole, stop, strict=True)))
 
 
-def _score(target: dual.Side, q: dual.Side, exists: Array, tokens: Array, lens: Array, config: Config) -> Scores:
-    """Log-probabilities of the drafted tokens under both laws; sides at the rows of `tokens`, flattened."""
-    shape, vocab = tokens.shape, config.vocab
-    factors, masses = levels(target, q, shape[1], config)
-    log_p, log_q = (dual.log_law_at(side, tokens.reshape(1, -1), vocab).reshape(shape) for side in (target, q))
+def _score(target: dual.Side, q: dual.Side, exists: Array, tokens: Array, lens: Array, rows: Array, vocab: int,
+           stages: Stages) -> Scores:
+    """Log-probabilities of the drafted tokens under both laws: the draft's side has the rows of `tokens`, flattened, the
+    target's those of `rows [requests, chains, positions]`, which also has the position behind each draft."""
+    shape = tokens.shape
+    if shape[1] == 1:
+        one = jnp.ones((1, tokens.size), jnp.float32)
+        factors, masses = jnp.concatenate([0 * one, one]), one
+    else:
+        factors, masses = levels(_rows_of(target, rows[..., :-1].reshape(-1)), q, shape[1], vocab, stages)
+    # The target is asked at all positions, so that no part of its hidden states is copied.
+    everywhere = jnp.pad(tokens, ((0, 0), (0, 0), (0, 1))).reshape(1, -1)
+    log_p = dual.log_law_at(target, everywhere, vocab).reshape(rows.shape)[..., :-1]
+    log_q = dual.log_law_at(q, tokens.reshape(1, -1), vocab).reshape(shape)
     # A draft ends before the first token that does not exist or has no law: there the target draws freely.
-    real = (tokens >= 0) & (tokens < vocab) & (exists & (target.normalizer.token >= 0)).reshape(shape)
+    has_target = target.normalizer.token.reshape(rows.shape)[..., :-1] >= 0
+    real = (tokens >= 0) & (tokens < vocab) & exists.reshape(shape) & has_target
     real &= jnp.arange(shape[-1]) < lens[..., None]
     proposed = jnp.cumprod(real, axis=-1, dtype=jnp.int32) > 0
     return Scores(proposed, log_p, log_q, factors.reshape(-1, *shape), masses.reshape(-1, *shape))
@@ -166,10 +189,14 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
         none = jnp.zeros(requests, jnp.int32)
         return Outcome(token[:, :1], none, log_p[:, :1], none)
     rows = jnp.arange(requests * num_chains * positions).reshape(requests, num_chains, positions)
+    if draft is not None:  # one table after the other: together they would need the memory of two blocks
+        draft, normalizer = xla.keep_order((draft, p.normalizer))
+        p = p._replace(normalizer=normalizer)
     q, exists = draft_side(draft, draft_config, tokens.reshape(-1))
-    scores = _score(_rows_of(p, rows[..., :-1].reshape(-1)), q, exists, tokens, lens, target_config)
+    stages = stages_of_both(target_config, draft_config)
+    scores = _score(p, q, exists, tokens, lens, rows, vocab, stages)
     coins = log_coins(keys, num_chains)
-    stop = walk(tokens, scores, coins)
+    stop = walk_one(scores, coins) if num_chains == 1 else walk(tokens, scores, coins)
 
     # The last token: from p where nothing was rejected, else from what the rejections left of p.
     request, place = jnp.arange(requests), jnp.minimum(stop.position, draft_len - 1)
@@ -185,7 +212,7 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
     again = ~kept & (token >= 0)
 
     def draw(_):
-        return dual.residual_draw(p, q, factor, keys, sample=FROM_RESIDUAL, vocab=vocab, block=block_size(target_config))
+        return stages.residual_draw(p, q, factor, keys, sample=FROM_RESIDUAL, vocab=vocab)
 
     zero = jnp.zeros_like(log_p)
     other, log_p_other, mass = jax.lax.cond(jnp.any(again), draw, lambda _: (jnp.zeros_like(token), zero, zero), None)

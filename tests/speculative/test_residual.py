@@ -1,0 +1,136 @@
+"""The pass over two tables: its GPU kernel against the plain one, and what verification takes of memory."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+import gumbeljax
+from gumbeljax import _compat
+from gumbeljax.speculative import Law, verify, verify_chains
+from pallas_kernels import dual, triton_dual
+from pallas_kernels.logits import Elementwise
+from pallas_kernels.tiles import TritonTiles
+
+plt = _compat.pallas_triton()
+needs_triton = pytest.mark.skipif(plt is None, reason="this jax has no Pallas Triton backend")
+VOCAB, ROWS = 329, 5
+
+
+def side(seed, d_model, vocab_axis, t, **options):
+    """A law from hidden states, with its normaliser."""
+    keys = jax.random.split(jax.random.key(seed))
+    h, w = jax.random.normal(keys[0], (ROWS, d_model)), 0.6 * jax.random.normal(keys[1], (VOCAB, d_model))
+    options = Elementwise(**options)
+    t = jnp.asarray(t, jnp.float32)
+    x = dual.processed_logits(jnp.matmul(h, w.T, precision="highest"), options)
+    top, token = jnp.max(x, axis=1), jnp.argmax(x, axis=1).astype(jnp.int32)
+    log_total = jax.nn.logsumexp((x - top[:, None]) / jnp.where(t == 0, 1, t)[:, None], axis=1)
+    known = dual.Normalizer(top, log_total, token, jnp.where(t == 0, 0.0, -log_total))
+    return dual.Side(h, w.T if vocab_axis else w, t, options, known, vocab_axis, jax.lax.Precision.HIGHEST)
+
+
+def one_token(tokens):
+    zero = jnp.zeros(tokens.shape)
+    return dual.Side(None, None, zero, Elementwise(), dual.Normalizer(zero, zero, tokens, zero))
+
+
+@needs_triton
+@pytest.mark.parametrize("draft", ["table", "one token"])
+def test_the_kernel_agrees_with_the_plain_pass(draft):
+    """Tables of unlike widths and layouts, a vocabulary that no tile divides, bias, mask, temperatures, factors of chains."""
+    options = {"bias": jax.random.normal(jax.random.key(9), (VOCAB,)),
+               "mask": jax.random.bernoulli(jax.random.key(8), 0.7, (ROWS, VOCAB))}
+    target = side(0, 40, 0, [1.0, 0.7, 0.0, 2.0, 1.0], **options)
+    q = one_token(target.normalizer.token) if draft == "one token" else side(1, 24, 1, [0.8, 1.0, 1.0, 1.0, 3.0])
+    factor, keys = jnp.array([1.0, 0.0, 0.5, 2.0, 1.3]), (jnp.arange(ROWS, dtype=jnp.uint32),) * 2
+    kernel = {"plt": plt, "interpret": True, "tiles": TritonTiles(64, 16, 16)}
+    masses = dual.residual_mass(target, q, factor, vocab=VOCAB, block=112)
+    assert float(masses.max() - masses.min()) > 0.05
+    if draft == "one token":
+        got = triton_dual.residual_mass(target, q, factor, vocab=VOCAB, **kernel)
+        return np.testing.assert_allclose(got, masses, rtol=1e-5, atol=1e-6)
+    want = dual.residual_draw(target, q, factor, keys, sample=3, vocab=VOCAB, block=112)
+    got = triton_dual.residual_draw(target, q, factor, keys, sample=3, vocab=VOCAB, **kernel)
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got[2], masses, rtol=1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("chains, w, kernels", [
+    (1, "both", {"race": True, "mass": False}), (2, "both", {"race": True, "mass": True}),
+    (1, "target", {"race": False, "mass": False}), (1, "one token", {"race": True, "mass": False}),
+])  # fmt: skip
+def test_lowers_for_a_gpu(chains, w, kernels):
+    """Where both laws are given as hidden states the kernel runs, also for several chains; else the plain pass."""
+    shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
+    lead = (2,) if chains == 1 else (2, chains)
+
+    def run(h, w_p, draft_h, w_q, drafted, key):
+        draft = {"both": Law(draft_h, w_q), "target": Law(draft_h @ w_q.T), "one token": None}[w]
+        return (verify if chains == 1 else verify_chains)(Law(h, w_p, temperature=0.7), draft, drafted, key)
+
+    mesh = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+        _compat.quiet_triton_deprecation()
+        text = jax.jit(run).trace(
+            shape(*lead, 5, 256), shape(4100, 256), shape(*lead, 4, 128), shape(4100, 128), shape(*lead, 4, dtype=jnp.int32),
+            jax.eval_shape(lambda: jax.random.key(0))).lower(lowering_platforms=("cuda",)).as_text()
+    assert {name: f"gumbeljax_residual_{name}" in text for name in kernels} == kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("requests, chains", [(1, 1), (9, 1), (40, 1), (5, 2)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_tokens_are_those_of_xla_on_a_gpu(dtype, requests, chains):
+    """Logits that are exact in any order of summation: every token, whatever the kernels, and log-probs to rounding."""
+    lead, vocab = (requests,) if chains == 1 else (requests, chains), 5003
+    keys = jax.random.split(jax.random.key(0), 5)
+    whole = lambda key, *shape: jax.random.randint(key, shape, -1, 2).astype(dtype)  # noqa: E731
+    h, w, draft_w = whole(keys[0], *lead, 5, 192), whole(keys[1], vocab, 192) / 8, whole(keys[2], vocab, 96) / 8
+    draft_h, verifies = h[..., :-1, :96], verify if chains == 1 else verify_chains
+    drafted = gumbeljax.sample(draft_h, draft_w, keys[3])
+    outs = []
+    for name in (None, "triton", "xla"):
+        p, q = Law(h, w, temperature=0.8, implementation=name), Law(draft_h, draft_w, implementation=name)
+        outs.append(verifies(p, q, drafted, keys[4]))
+    for out in outs[:2]:
+        np.testing.assert_array_equal(out.tokens, outs[2].tokens)
+        np.testing.assert_array_equal(out.num_accepted, outs[2].num_accepted)
+        np.testing.assert_allclose(out.log_probs, outs[2].log_probs, rtol=1e-4, atol=1e-4)
+    assert 0 < int(outs[2].num_accepted.sum()) < 4 * requests or requests == 1
+
+
+def two_log_softmaxes(h, w, draft_h, draft_w, drafted, key):
+    """The way without this library: logits of both laws, gather, residual, categorical."""
+    logits = functools.partial(jnp.einsum, "rkd,vd->rkv", preferred_element_type=jnp.float32)
+    log_p, log_q = jax.nn.log_softmax(logits(h, w)), jax.nn.log_softmax(logits(draft_h, draft_w))
+    draft_len = drafted.shape[1]
+    of_drafts = lambda x: jnp.take_along_axis(x, drafted[..., None], -1)[..., 0]  # noqa: E731
+    coin, noise = jax.random.split(key)
+    accepted = jnp.log(jax.random.uniform(coin, drafted.shape)) < of_drafts(log_p[:, :-1]) - of_drafts(log_q)
+    n = jnp.sum(jnp.cumprod(accepted, axis=1), axis=1)
+    p = jnp.take_along_axis(log_p, n[:, None, None], 1)[:, 0]
+    q = jnp.take_along_axis(log_q, jnp.minimum(n, draft_len - 1)[:, None, None], 1)[:, 0]
+    residual = jnp.log(jnp.maximum(jnp.exp(p) - jnp.exp(q), 0))
+    return n, jax.random.categorical(noise, jnp.where((n < draft_len)[:, None], residual, p))
+
+
+def test_memory_of_large_heads():
+    """(151,936 x 4,096) and (151,936 x 2,048), 32 requests of 8 drafted tokens, compiled and never run: under 2%."""
+    def fused(h, w, draft_h, draft_w, drafted, key):
+        return verify(Law(h, w), Law(draft_h, draft_w), drafted, key)
+
+    rows, draft_len, vocab = 32, 8, 151_936
+    shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
+    arguments = (shape(rows, draft_len + 1, 4096), shape(vocab, 4096), shape(rows, draft_len, 2048), shape(vocab, 2048),
+                 shape(rows, draft_len, dtype=jnp.int32), jax.eval_shape(lambda: jax.random.key(0)))
+    ours, plain = (jax.jit(f).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+                   for f in (fused, two_log_softmaxes))
+    assert plain > 4 * rows * draft_len * vocab  # the measure sees a law's logits
+    assert ours < 0.02 * plain

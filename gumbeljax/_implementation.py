@@ -147,7 +147,7 @@ def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None)
     by_triton = Stages(*one, *(functools.partial(f, plt=plt) for f in (triton_dual.residual_draw, triton_dual.residual_mass)))
     if implementation == "triton":
         return by_triton
-    machine = {"mgpu": _compat.pallas_mosaic(), "num_sms": device.cores, "tiles": tiles}
+    machine = {"mgpu": _compat.pallas_mosaic(), "num_sms": device.cores or mosaic.NUM_SMS, "tiles": tiles}
     return by_triton._replace(draw=functools.partial(mosaic.draw, plt=plt, **machine),
                               piece=functools.partial(mosaic.piece, plt=plt, **machine),
                               mass=functools.partial(mosaic.stage1_mass, **machine))

@@ -56,6 +56,7 @@ def candidates(h, w, vocab_axis: int = 0) -> list[Candidate]:
 
 
 def near_xla(rule: XlaTiles, vocab: int) -> Iterator[XlaTiles]:
+    """Blocks of other sizes, and the whole vocabulary as one."""
     yield rule
     for block in (1024, 2048, 4096, 8192):
         if block < vocab:
@@ -64,6 +65,7 @@ def near_xla(rule: XlaTiles, vocab: int) -> Iterator[XlaTiles]:
 
 
 def near_triton(rule: TritonTiles, h_dtype, w_dtype) -> Iterator[TritonTiles]:
+    """Tiles of half and twice the size, other warps and stages, as far as they fit; stored logits for few rows."""
     yield rule
     if rule.rows <= 16:
         yield from (triton.stored_tiles(rows) for rows in (1, 4, 16))
@@ -81,6 +83,7 @@ def near_triton(rule: TritonTiles, h_dtype, w_dtype) -> Iterator[TritonTiles]:
 
 
 def near_mosaic(rule: MosaicTiles, d_model: int) -> Iterator[MosaicTiles]:
+    """The other ways to split, and other sizes, as far as they fit."""
     yield rule
     for split_rows in {rule.split_rows, True}:
         for vocab in (64, 128):

@@ -21,6 +21,8 @@ from pallas_kernels.logits import Elementwise, inverse_temperature, model_logits
 from pallas_kernels.mosaic_race import LOG2_E, Tile, columns, mass_steps, race_steps, row_vector
 from pallas_kernels.tiles import MosaicTiles
 
+NUM_SMS = 132  # multiprocessors of an H100 or H200; another number is right too, and slower
+
 
 def why_not(h, w, options, vocab_axis: int) -> str | None:
     """Why this kernel cannot run a call, or None if it can."""
@@ -62,6 +64,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         raise NotImplementedError(f"implementation='mosaic' cannot run this call: {reason}; leave implementation out.")
     num_rows, d_model = h.shape
     tiles = tiles or choose_tiles(num_rows, d_model)
+    if d_model % tiles.d_model:
+        raise ValueError(f"tiles.d_model must divide d_model, {d_model}; got {tiles.d_model}: choose tiles for this head.")
     m, n, k, slots = 64, tiles.vocab, tiles.d_model, tiles.steps
     cta_m, cta_n = (2 * m, n) if tiles.split_rows else (m, 2 * n)
     pair = 1 + tiles.pair_rows
@@ -227,7 +231,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
 
 
 def piece(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, sample=0, vocab_axis=0, precision=None,
-          with_model=False, tiles=None, num_sms=132) -> Piece:
+          with_model=False, tiles=None, num_sms=NUM_SMS) -> Piece:
     """As `xla.piece`. `mgpu` and `plt` are jax's Mosaic GPU and Triton modules: the finish is a Triton kernel."""
     del precision  # products of 16-bit floats are exact in float32
     high, low, top, total, *model, winner, logits = launch(
@@ -242,7 +246,7 @@ def draw(*arguments, **options) -> Draw:
     return piece(*arguments, **options).draw
 
 
-def stage1_mass(h, w, t, options=Elementwise(), *, mgpu, vocab, vocab_axis=0, precision=None, tiles=None, num_sms=132):
+def stage1_mass(h, w, t, options=Elementwise(), *, mgpu, vocab, vocab_axis=0, precision=None, tiles=None, num_sms=NUM_SMS):
     """As `xla.stage1_mass`: Mass of the processed law, each leaf `[rows]`."""
     del precision
     out = launch(h, w, None, t, options, mgpu=mgpu, wanted="mass", vocab=vocab, vocab_axis=vocab_axis, with_model=False,

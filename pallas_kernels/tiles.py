@@ -45,3 +45,11 @@ class MosaicTiles:
     d_model: int = 64
     steps: int = 4
     pair_rows: bool = False
+
+    def __post_init__(self):
+        if self.vocab not in (64, 128):  # the groups of a tile share eight columns: more of them would be lost
+            raise ValueError(f"vocab must be 64 or 128; got {self.vocab}.")
+        if self.d_model not in (64, 128, 256) or self.steps < 2:
+            raise ValueError(f"d_model must be 64, 128 or 256 and steps at least 2; got {self.d_model} and {self.steps}.")
+        if self.pair_rows and not self.split_rows:
+            raise ValueError("pair_rows must be False without split_rows; got True.")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gumbeljax import _compat
-from pallas_kernels import mosaic, race, triton_merge
+from pallas_kernels import finish, mosaic, race, triton_merge
 from pallas_kernels.logits import Elementwise, canonical_temperature
 from pallas_kernels.tiles import MosaicTiles
 from tests import heads, oracles
@@ -50,6 +50,10 @@ def test_interpreted_mosaic_kernel_equals_the_oracle(vocab_axis, rows, num_sms, 
     top, total, argmax = mosaic_stage1(h, w, arrays, canonical_temperature(t), options, wanted="mass", **table)
     mass = race.merge_masses(race.Mass(top, argmax, total), canonical_temperature(t))
     np.testing.assert_array_equal(mass.argmax, laws.processed.argmax(-1))
+    best, warm = laws.processed.max(-1), np.where(t == 0, 1.0, t)
+    want = np.exp((laws.processed - best[:, None]) / warm[:, None]).sum(-1)
+    np.testing.assert_allclose(np.asarray(mass.top), best, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(mass.total)[t > 0], want[t > 0], rtol=2e-5)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter multiplies in NumPy
@@ -60,6 +64,9 @@ def test_mosaic_marks_bad_rows(bad):
     t = jnp.array([0.0, 1.0, 0.3])
     out = mosaic_piece(h.at[1, 0].set(bad), w, words, t, Elementwise(), vocab=512).draw
     assert (np.asarray(out.token) == -1).tolist() == [False, True, False] and np.isnan(out.tempered_log_prob[1])
+    top, total, _ = mosaic_stage1(h.at[1, 0].set(bad), w, words, t, Elementwise(), vocab=512, wanted="mass")
+    mass = race.mass_of(top, total, t)
+    assert np.asarray(finish.has_law(*mass)).tolist() == [True, False, True]
 
 
 def test_vmap_of_mosaic():

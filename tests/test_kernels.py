@@ -17,7 +17,7 @@ import gumbeljax
 from gumbeljax import _compat
 from pallas_kernels import many, mosaic, triton, xla
 from pallas_kernels.logits import Elementwise, canonical_temperature
-from pallas_kernels.tiles import TritonTiles
+from pallas_kernels.tiles import MosaicTiles, TritonTiles
 from tests import heads, oracles
 
 plt, mgpu = _compat.pallas_triton(), _compat.pallas_mosaic()
@@ -137,6 +137,18 @@ def test_mosaic_says_what_it_cannot_run(h, w, options, axis, why):
     h, w = jnp.zeros(h, jnp.bfloat16), jnp.zeros(w, jnp.bfloat16)
     assert why in mosaic.why_not(h, w, options, axis)
     assert "bfloat16 or float16" in mosaic.why_not(h.astype(jnp.float32), w, Elementwise(), 0)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("tiles, rule", [
+    ({"vocab": 256}, "vocab must be 64 or 128"), ({"d_model": 96}, "d_model must be 64, 128 or 256"),
+    ({"steps": 1}, "steps at least 2"), ({"pair_rows": True}, "pair_rows must be False without split_rows"),
+    ({"d_model": 128}, r"^tiles\.d_model must divide d_model, 64; got 128")])
+def test_mosaic_tiles_that_would_lose_logits_are_refused(tiles, rule):
+    h, w = jnp.zeros((4, 64), jnp.bfloat16), jnp.zeros((512, 64), jnp.bfloat16)
+    words, t = (jnp.zeros(4, jnp.uint32),) * 2, jnp.ones(4)
+    with pytest.raises(ValueError, match=rule):
+        mosaic.draw(h, w, words, t, plt=plt, mgpu=mgpu, vocab=512, tiles=MosaicTiles(**tiles))
 
 
 def lower(f, device, *arguments):

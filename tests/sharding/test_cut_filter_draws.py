@@ -70,6 +70,16 @@ def test_every_way_gives_the_draw_of_one_device(way, vocab_axis, shape, axes, da
         np.testing.assert_allclose(log_prob, want.processed_log_prob, rtol=1e-5, atol=1e-5)
 
 
+def test_quantised_tables():
+    """Scales are powers of two, so that every logit is exact."""
+    h, w, keys = head()
+    scales = jnp.exp2(jnp.arange(w.shape[0]) % 3 - 1.0)
+    table = gumbeljax.QuantizedHead(jnp.round(w / jnp.max(jnp.abs(w))).astype(jnp.int8), scales)
+    mesh = meshes.mesh_of((2, 4))
+    got = gumbeljax.sample_sharded(h, table, keys, mesh=mesh, axis_name="tp", **mixed())
+    np.testing.assert_array_equal(got, gumbeljax.sample(h, table, keys, **mixed()))
+
+
 @pytest.mark.parametrize("options", [
     {"min_p": 0.1}, {"top_k": 9}, {"top_k": 200, "top_p": 0.95, "min_p": 0.01, "num_samples": 3}], ids=str)
 def test_numbers_alone_and_several_samples(options):

@@ -157,7 +157,7 @@ def test_the_tables_of_the_package_can_be_read():
 
 def test_files_keep_every_field(tmp_path):
     path = tmp_path / "tuning.json"
-    tiles = (XlaTiles(64), TritonTiles(32, 16, 64, 8, 2), MosaicTiles(True, 256, 128, 3, True))
+    tiles = (XlaTiles(64), TritonTiles(32, 16, 64, 8, 2), MosaicTiles(True, 128, 64, 5, True))
     tuning = Tuning(tuple(choice(x, place(i + 1, device="a GPU")) for i, x in enumerate(tiles)), "how")
     gumbeljax.save_tuning(tuning, path)
     assert gumbeljax.load_tuning(path) == tuning and json.loads(path.read_text())["jax"] == jax.__version__
@@ -178,6 +178,10 @@ def test_tiles_of_another_version_are_refused(tmp_path):
         gumbeljax.load_tuning(path)
     path.write_text(path.read_text().replace('"chunk": 16', '"block": 17'))
     with pytest.raises(ValueError, match="multiple of 16"):
+        gumbeljax.load_tuning(path)
+    gumbeljax.save_tuning(Tuning((choice(MosaicTiles(vocab=128), place(4)),)), path)
+    path.write_text(path.read_text().replace('"vocab": 128', '"vocab": 256'))
+    with pytest.raises(ValueError, match="vocab must be 64 or 128; got 256"):  # an older kernel's: this one would lose logits
         gumbeljax.load_tuning(path)
 
 

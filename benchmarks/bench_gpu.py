@@ -8,6 +8,7 @@ must be equal. On the head that is timed, where sums round, the tokens that diff
 
 import argparse
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -97,28 +98,60 @@ def best_read_rate(w: jax.Array, *, rounds: int) -> float:
     return w.nbytes / min(timing.summarize(s).median for s in timing.take_turns(loops, rounds=rounds).values())
 
 
-def measure(head: Head, rows: int, w: jax.Array, exact_w: jax.Array, names: list[str], *,
-            rounds: int) -> dict[str, Any]:
+def compiled_loop(f: Callable[[Inputs], jax.Array], x: Inputs, iterations: int) -> Callable[[], float]:
+    """`harness.timed` of calls of f, each of which waits for the one before: the hidden states come from an elementwise kernel
+    that reads its result, as in a model they come from the last norm."""
+    def step(result, x):
+        return f(x._replace(h=harness.depend(x.h, result)))
+
+    first = jnp.zeros_like(jax.eval_shape(f, x))
+    loop = harness.compiled_loop(step, first, x, iterations=iterations)
+    return lambda: harness.timed(loop, first, x, iterations=iterations)
+
+
+class Cell(NamedTuple):
+    """What is compiled for some rows of a head: draws, and for each contender a function that makes its loop ready."""
+
+    x: Inputs
+    iterations: int
+    draw: Callable
+    plain: Callable
+    loops: dict[str, Callable[[], Callable[[], float]]]
+
+
+def compile_cells(head: Head, all_rows: list[int], w: jax.Array, names: list[str]) -> dict[int, Cell]:
+    """The cells of a head. Ours compile side by side; XLA's matrix products one by one, since XLA times candidates for them on
+    the device, and those times must not disturb each other."""
+    ours = {SAMPLE, WITH_LOG_PROBS, LOG_PROB}
+    with ThreadPoolExecutor() as pool:
+        waiting = {}
+        for rows in all_rows:
+            x = inputs(head, rows, w)
+            iterations = timing.calls_per_loop(w.nbytes, 2 * rows * w.size)
+            draw = pool.submit(jax.jit(gumbeljax.sample).lower(*x[:3]).compile)
+            loops = {name: pool.submit(compiled_loop, CONTENDERS[name], x, iterations) for name in names if name in ours}
+            waiting[rows] = x, iterations, draw, loops
+        cells = {}
+        for rows, (x, iterations, draw, loops) in track(waiting.items(), description=f"{head.name}: compiling"):
+            plain = jax.jit(partial(gumbeljax.sample, implementation="xla")).lower(*x[:3]).compile()
+            made = {name: compiled_loop(CONTENDERS[name], x, iterations) for name in names if name not in ours}
+            made |= {name: loop.result() for name, loop in loops.items()}
+            cells[rows] = Cell(x, iterations, draw.result(), plain, {name: made[name] for name in names})
+    return cells
+
+
+def measure(head: Head, rows: int, cell: Cell, exact_w: jax.Array, *, rounds: int) -> dict[str, Any]:
     """One row of the table, without its floor."""
-    x = inputs(head, rows, w)
-    draw = jax.jit(gumbeljax.sample).lower(*x[:3]).compile()
-    plain = jax.jit(partial(gumbeljax.sample, implementation="xla")).lower(*x[:3]).compile()
+    x = cell.x
     exact = exact_states(head, rows), exact_w, x.keys
-    if not np.array_equal(draw(*exact), plain(*exact)):
+    if not np.array_equal(cell.draw(*exact), cell.plain(*exact)):
         raise SystemExit(f'{head.name}, {rows} rows: tokens differ from implementation="xla": nothing was timed')
-    differing = int(np.sum(np.asarray(draw(*x[:3])) != np.asarray(plain(*x[:3]))))
-
-    iterations = timing.calls_per_loop(w.nbytes, 2 * rows * w.size)
-
-    def step(h, x: Inputs, f):
-        return harness.depend(h, f(x._replace(h=h)))
-
-    loops = {name: harness.jitted_loop(partial(step, f=CONTENDERS[name]), x.h, x, iterations=iterations) for name in names}
-    samples = timing.take_turns(loops, rounds=rounds)
-    temp = harness.temp_bytes(draw)
+    differing = int(np.sum(np.asarray(cell.draw(*x[:3])) != np.asarray(cell.plain(*x[:3]))))
+    samples = timing.take_turns({name: make() for name, make in cell.loops.items()}, rounds=rounds)
+    temp = harness.temp_bytes(cell.draw)
     return {
         "head": head._asdict(), "rows": rows, "tokens_compared": rows, "tokens_differing_where_sums_round": differing,
-        "implementation": gumbeljax.choose_implementation(x.h, x.w), "bytes_of_w": w.nbytes, "iterations": iterations,
+        "implementation": gumbeljax.choose_implementation(x.h, x.w), "bytes_of_w": x.w.nbytes, "iterations": cell.iterations,
         "temp_bytes": temp, "temp_share_of_logits": temp / (4 * rows * head.vocab),
         "seconds": {name: timing.summarize(s)._asdict() for name, s in samples.items()},
         "ratio": {name: timing.ratio(s, samples[LOW])._asdict() for name, s in samples.items()},
@@ -162,11 +195,12 @@ def main() -> None:
     for head in (head for head in HEADS if head.name in arguments.heads):
         w, exact_w = random_head(head), exact_head(head)
         read_rate = max(read_rate, best_read_rate(w, rounds=arguments.rounds))
-        for rows in track(arguments.rows, description=head.name):
-            results.append(measure(head, rows, w, exact_w, names, rounds=arguments.rounds))
+        cells = compile_cells(head, arguments.rows, w, names)
+        for rows, cell in track(cells.items(), description=f"{head.name}: timing"):
+            results.append(measure(head, rows, cell, exact_w, rounds=arguments.rounds))
             # After every cell: a long run may be cut short.
             harness.save(arguments.name, with_floors(results, read_rate), claim=__doc__.splitlines()[0], base=LOW)
-        del w, exact_w
+        del w, exact_w, cells, cell
     Console(width=170).print(table(with_floors(results, read_rate)))
     print(f"best read rate {read_rate / 1e12:.2f} TB/s")
 

@@ -23,17 +23,17 @@ class Waves(NamedTuple):
     busy: float  # share of the turns in which a multiprocessor has a tile
 
 
-def waves(vocab: int, shards: int, rows: int, d_model: int, cores: int = CORES) -> Waves:
-    """The tiles of one of `shards` shards. Rows are those that each device sees.
+def waves(vocab: int, shards: int, rows: int, cores: int = CORES) -> Waves:
+    """The tiles of one of `shards` shards. Rows are those that each device sees; a program keeps its own.
 
-    >>> waves(151_936, 1, 64, 4_096)
+    >>> waves(151_936, 1, 64)
     Waves(tiles=1187, waves=9, busy=0.9991582491582491)
     """
-    tiles = choose_tiles(rows, d_model)
+    tiles = choose_tiles(rows, ceil(vocab / shards), num_sms=cores)
     tall, wide = (128, tiles.vocab) if tiles.split_rows else (64, 2 * tiles.vocab)
-    count = ceil(ceil(vocab / shards) / wide) * ceil(rows / tall)
-    turns = ceil(count / cores)
-    return Waves(count, turns, count / (turns * cores))
+    row_tiles, count = ceil(rows / tall), ceil(ceil(vocab / shards) / wide)
+    turns = ceil(count / (cores // row_tiles))
+    return Waves(count * row_tiles, turns, count * row_tiles / (turns * cores))
 
 
 def bytes_received(rows: int, shards: int, per_row: int = 20) -> int:
@@ -46,12 +46,12 @@ def bytes_received(rows: int, shards: int, per_row: int = 20) -> int:
 
 
 def main() -> None:
-    vocab, d_model = 151_936, 4_096
-    print(f"{vocab} x {d_model}, {CORES} multiprocessors\n\n| shards | rows | tiles | waves | busy | bytes received |")
+    vocab = 151_936
+    print(f"{vocab} ids, {CORES} multiprocessors\n\n| shards | rows | tiles | waves | busy | bytes received |")
     print("|---|---|---|---|---|---|")
     for shards in (1, 2, 4, 8):
         for rows in (64, 256):
-            w = waves(vocab, shards, rows, d_model)
+            w = waves(vocab, shards, rows)
             print(f"| {shards} | {rows} | {w.tiles} | {w.waves} | {w.busy:.0%} | {bytes_received(rows, shards):,} |")
 
 

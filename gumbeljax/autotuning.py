@@ -50,7 +50,7 @@ def candidates(h, w, vocab_axis: int = 0) -> list[Candidate]:
         elif name == "triton":
             near = near_triton(triton.default_tiles(rows, d_model, head.h.dtype, head.w.dtype), head.h.dtype, head.w.dtype)
         else:
-            near = near_mosaic(mosaic.choose_tiles(rows, d_model), d_model)
+            near = near_mosaic(mosaic.choose_tiles(rows, head.vocab, head.vocab_axis, device.cores or mosaic.NUM_SMS), d_model)
         found += [Candidate(name, tiles) for tiles in dict.fromkeys(near)]
     return found
 
@@ -83,28 +83,25 @@ def near_triton(rule: TritonTiles, h_dtype, w_dtype) -> Iterator[TritonTiles]:
 
 
 def near_mosaic(rule: MosaicTiles, d_model: int) -> Iterator[MosaicTiles]:
-    """The other ways to split, and other sizes, as far as they fit."""
+    """The other ways to split, and other sizes, with as many fetches in flight as fit, or fewer."""
     yield rule
     for split_rows in {rule.split_rows, True}:
-        for vocab in (64, 128):
+        for vocab in sorted({rule.vocab, 64, 128}):
             for width in (64, 128):
-                for steps in (3, 4, 6):
-                    rows, ids = (128, vocab) if split_rows else (64, 2 * vocab)
-                    fits = steps * (rows + ids) * width * 2 <= SHARED_MEMORY - 16 * 1024  # the epilogue has buffers too
+                for steps in (mosaic.most_steps(split_rows, vocab, width) - fewer for fewer in (0, 2)):
                     for pair_rows in {rule.pair_rows and split_rows, False}:
-                        if d_model % width == 0 and fits:
+                        if d_model % width == 0 and steps >= 2:
                             yield MosaicTiles(split_rows, vocab, width, steps, pair_rows)
 
 
 def timed_loop(draw: Callable, h, w, keys, iterations: int) -> tuple[Callable[[], float], np.ndarray]:
     """(a function that runs a compiled loop of draws and returns device seconds for each, the tokens of a draw)."""
     def draws(h, w, keys):
-        def step(carry, _):
-            tokens = draw(carry[0], w, keys)
-            return (carry[0] + (1e-30 * jnp.max(tokens)).astype(h.dtype), tokens), None  # the next draw waits for this one
+        def step(tokens, _):  # the next draw waits for this one
+            return draw(h + (1e-30 * jnp.max(tokens)).astype(h.dtype), w, keys), None
 
         # w is no part of the carry: a loop that returned it would have to copy it.
-        return jax.lax.scan(step, (h, jnp.zeros(h.shape[:1], jnp.int32)), length=iterations)[0]
+        return jax.lax.scan(step, jnp.zeros(h.shape[:1], jnp.int32), length=iterations)[0]
 
     loop = jax.jit(draws).lower(h, w, keys).compile()
 
@@ -113,7 +110,7 @@ def timed_loop(draw: Callable, h, w, keys, iterations: int) -> tuple[Callable[[]
         jax.block_until_ready(loop(h, w, keys))
         return (time.perf_counter() - start) / iterations
 
-    return run, np.asarray(loop(h, w, keys)[1])
+    return run, np.asarray(loop(h, w, keys))
 
 
 def autotune(h, w, path: str | Path | None = None, *, vocab_axis: int = 0, rounds: int = 20, command: str = "") -> Tuning:

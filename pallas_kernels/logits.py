@@ -72,6 +72,9 @@ def processed_logits(x, options: Elementwise, allowed=None):
     return x
 
 
+LOG2_E = 1.4426950408889634
+
+
 def inverse_temperature(t):
     """`1 / t`, finite and positive for every valid t: 2^100 at 0, where differences of logits only need their order."""
     inverse = jnp.where(t == 0.0, jnp.float32(1.0 / TINY), 1.0 / jnp.where(t == 0.0, 1.0, t))

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import noise, race, triton_merge
 from pallas_kernels.finish import Draw, Piece
-from pallas_kernels.logits import Elementwise, inverse_temperature, model_logits
-from pallas_kernels.mosaic_race import LOG2_E, Tile, columns, mass_steps, race_steps, row_vector
+from pallas_kernels.logits import Elementwise, model_logits
+from pallas_kernels.mosaic_race import Tile, columns, mass_steps, race_steps, row_vector
 from pallas_kernels.tiles import MosaicTiles
 
 NUM_SMS = 132  # multiprocessors of an H100 or H200; another number is right too, and slower
@@ -38,11 +38,31 @@ def why_not(h, w, options, vocab_axis: int) -> str | None:
     return None
 
 
-def choose_tiles(num_rows: int, d_model: int) -> MosaicTiles:
-    """Tiles that were fast on an H200."""
-    if num_rows <= 64:
-        return MosaicTiles(split_rows=False, vocab=64, d_model=128 if d_model % 128 == 0 else 64, steps=4)
-    return MosaicTiles(split_rows=True, vocab=128, d_model=64, steps=6, pair_rows=-(-num_rows // 128) % 2 == 0)
+def most_steps(split_rows: bool, vocab: int, d_model: int) -> int:
+    """How many fetches fit into the shared memory of a multiprocessor, beside 16 KiB of results."""
+    rows, ids = (128, vocab) if split_rows else (64, 2 * vocab)
+    return 211 * 1024 // (2 * (rows + ids) * d_model)
+
+
+def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = NUM_SMS) -> MosaicTiles:
+    """Tiles that were fast on an H200.
+
+    A program takes every n-th tile of the vocabulary, so it is the last turn, in which some programs have no tile, that decides
+    between widths: the shard of a head may leave half of a turn empty.
+    """
+    split_rows = num_rows > 64
+    row_tiles = pl.cdiv(num_rows, 128) if split_rows else 1
+    # Tables [d_model, vocab] are copied in boxes of 64 ids.
+    widths = (128, 64) if vocab_axis == 1 and split_rows else (64,) if vocab_axis == 1 else \
+        (128, 112, 96, 80, 64) if split_rows else (64, 48, 80, 96)
+
+    def ids_of_a_program(width):
+        tile = width if split_rows else 2 * width
+        return tile * pl.cdiv(pl.cdiv(vocab, tile), max(1, num_sms // row_tiles))
+
+    least = min(map(ids_of_a_program, widths))
+    width = next(width for width in widths if ids_of_a_program(width) <= 1.04 * least)
+    return MosaicTiles(split_rows, width, 64, min(10, most_steps(split_rows, width, 64)), split_rows and row_tiles % 2 == 0)
 
 
 def last(steps: Iterator, value: Any = None) -> Any:
@@ -63,9 +83,11 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     if reason := why_not(h, w, options, vocab_axis):
         raise NotImplementedError(f"implementation='mosaic' cannot run this call: {reason}; leave implementation out.")
     num_rows, d_model = h.shape
-    tiles = tiles or choose_tiles(num_rows, d_model)
+    tiles = tiles or choose_tiles(num_rows, vocab, vocab_axis, num_sms)
     if d_model % tiles.d_model:
         raise ValueError(f"tiles.d_model must divide d_model, {d_model}; got {tiles.d_model}: choose tiles for this head.")
+    if vocab_axis == 1 and tiles.vocab % 64:
+        raise ValueError(f"tiles.vocab must be a multiple of 64 for w [d_model, vocab]; got {tiles.vocab}: choose others.")
     m, n, k, slots = 64, tiles.vocab, tiles.d_model, tiles.steps
     cta_m, cta_n = (2 * m, n) if tiles.split_rows else (m, 2 * n)
     pair = 1 + tiles.pair_rows
@@ -82,8 +104,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     # hold nothing multiply to nothing that is read.
     h = jnp.pad(h, ((0, -num_rows % 8), (0, 0)))
     h_rows = min(cta_m, h.shape[0])
-    vectors = triton_merge.pack(t, inverse_temperature(t) * LOG2_E, *(keys if wanted == "race" else ()))
-    vectors = jnp.pad(vectors, ((0, 0), (0, rows - num_rows)))
+    vectors = triton_merge.pack(t, keys if wanted == "race" else ())
     num_floats = 2 if wanted == "mass" else 4 + with_model
 
     def buffer(shape):

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import noise, race
+from pallas_kernels.logits import LOG2_E
 
-LOG2_E = 1.4426950408889634
 COLUMNS = 8  # groups in a tile at most, and what the layout wants a multiple of
 
 

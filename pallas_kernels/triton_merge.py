@@ -9,16 +9,22 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import finish, noise, race
 from pallas_kernels.finish import Draw, Piece
+from pallas_kernels.logits import LOG2_E, inverse_temperature
 from pallas_kernels.triton_finish import like
 
 
-def pack(*vectors):
-    """Float32 and uint32 `[rows]` as one uint32 `[vectors, rows]`: one small kernel makes it, and no others are launched."""
-    return jnp.stack([lax.bitcast_convert_type(x, jnp.uint32) for x in vectors])
+def pack(t, keys=()):
+    """Temperatures, `log2(e) / T` and the words of the keys as one uint32 `[2 + keys, rows]`, with room for a tile of any size.
+
+    Both stages ask for it, and XLA makes it once: one small kernel, where every array of its own would be one more.
+    """
+    vectors = t, inverse_temperature(t) * LOG2_E, *keys
+    packed = jnp.stack([lax.bitcast_convert_type(x, jnp.uint32) for x in vectors])
+    return jnp.pad(packed, ((0, 0), (0, -t.shape[0] % 256)))
 
 
 def kernel(
-    vectors_ref,  # u32 [1 + keys, rows]: temperature, key words, first id of a shard
+    vectors_ref,  # of `pack`; among the keys, the first id of a shard
     *refs,  # [pieces, rows], f32, winner i32: high, low, winner, top, total(, model total); logits f32 [pieces, rows, 16];
     # outputs
     with_model, num_keys, sample, plt, vocab, num_pieces,
@@ -30,7 +36,7 @@ def kernel(
     padded = pl.next_power_of_2(num_pieces)
     piece = lax.broadcasted_iota(jnp.int32, (padded,), 0)
     t = lax.bitcast_convert_type(plt.load(vectors_ref.at[zero, row]), jnp.float32)[None]
-    keys = tuple(plt.load(vectors_ref.at[zero + 1 + i, row])[None] for i in range(num_keys))
+    keys = tuple(plt.load(vectors_ref.at[zero + 2 + i, row])[None] for i in range(num_keys))
     empties = (-jnp.inf, 0.0, race.NO_ID, -jnp.inf, 0.0, 0.0)
     high, low, winner, top, total, *model_total = (
         plt.load(ref.at[pl.ds(zero, padded), row], mask=piece < num_pieces, other=other)[:, None]
@@ -55,7 +61,7 @@ def merge(keys, t, pieces: race.Race, model_total, logits, *, plt, vocab, sample
     """As `finish.finish`, from the unmerged leaves `[pieces, rows]` of stage 1 and the model logits of each piece's winning
     group `[pieces, rows, 16]`. Without bias and mask the processed logits are the model's, so the two laws share `top`."""
     num_rows, with_model = t.shape[0], model_total is not None
-    arguments = [pack(t, *keys), *pieces, *([model_total] if with_model else []), logits]
+    arguments = [pack(t, keys), *pieces, *([model_total] if with_model else []), logits]
     body = functools.partial(kernel, with_model=with_model, num_keys=len(keys), sample=sample, plt=plt, vocab=vocab,
                              num_pieces=pieces.high.shape[0])
     f32, i32 = (like(arguments, (num_rows,), dtype) for dtype in (jnp.float32, jnp.int32))

@@ -119,13 +119,13 @@ def test_gpu_cells_compare_tokens_and_report_memory(monkeypatch):
     monkeypatch.setattr(timing, "calls_per_loop", lambda *_, **__: 2)
     w, exact_w = bench_gpu.random_head(ODD), bench_gpu.exact_head(ODD)
     names = [bench_gpu.SAMPLE, bench_gpu.LOW, bench_gpu.ARGMAX, bench_gpu.MATMUL]
-    row = bench_gpu.measure(ODD, 4, w, exact_w, names, rounds=2)
+    row = bench_gpu.measure(ODD, 4, bench_gpu.compile_cells(ODD, [4], w, names)[4], exact_w, rounds=2)
     assert bench_gpu.table(bench_gpu.with_floors([row], bench_gpu.best_read_rate(w, rounds=2))).row_count == 1
     assert list(row["seconds"]) == names and row["temp_bytes"] > 0 and row["tokens_compared"] == 4
     monkeypatch.setattr(bench_gpu.gumbeljax, "sample", lambda h, w, key, implementation=None: jnp.argmax(
         h @ w.T, axis=-1) + (implementation == "xla"))
     with pytest.raises(SystemExit, match="tokens differ"):
-        bench_gpu.measure(ODD, 4, w, exact_w, names, rounds=2)
+        bench_gpu.measure(ODD, 4, bench_gpu.compile_cells(ODD, [4], w, names)[4], exact_w, rounds=2)
 
 
 def test_exact_heads_are_exact():

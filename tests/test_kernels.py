@@ -141,7 +141,8 @@ def test_mosaic_says_what_it_cannot_run(h, w, options, axis, why):
 
 @needs_mosaic
 @pytest.mark.parametrize("tiles, rule", [
-    ({"vocab": 256}, "vocab must be 64 or 128"), ({"d_model": 96}, "d_model must be 64, 128 or 256"),
+    ({"vocab": 256}, "multiple of 16 and at most 128"), ({"vocab": 72}, "multiple of 16"),
+    ({"d_model": 96}, "d_model must be 64, 128 or 256"),
     ({"steps": 1}, "steps at least 2"), ({"pair_rows": True}, "pair_rows must be False without split_rows"),
     ({"d_model": 128}, r"^tiles\.d_model must divide d_model, 64; got 128")])
 def test_mosaic_tiles_that_would_lose_logits_are_refused(tiles, rule):

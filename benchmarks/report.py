@@ -188,6 +188,21 @@ def log_prob_times() -> str:
     return markdown(["head", "rows", "pass", *names, "`log_prob` / floor"], lines) + f"\n\n{source}"
 
 
+def shard_times() -> str:
+    """Microseconds of one shard's work; bold where it is over the bar."""
+    rows, source = measured("shards", "shards-*", key=lambda row: (row["shards"],))
+    if not rows:
+        return NOTHING
+    names = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
+    lines = []
+    for head, row in zip(first_of_each(head_name(row["head"]) for row in rows), rows, strict=True):
+        over = row["seconds"]["shard"]["median"] - row["bar"] + 1.08 * row["floor"]  # the time without the bar's microseconds
+        lines.append([head, str(row["rows"]), str(row["shards"]), row["implementation"],
+                      *(microseconds(row, name) for name in names), f"{1e6 * row['floor']:.1f}",
+                      quotient(over, row["floor"], 1.08)])
+    return markdown(["head", "rows", "shards", "runs", *names, "floor", "(shard - 6 us) / floor"], lines) + f"\n\n{source}"
+
+
 def sharded_rows() -> Measured:
     return measured("sharded", "sharded-*", key=lambda row: (row["devices"],))
 
@@ -212,7 +227,7 @@ def sharded_times() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "cpu-times": cpu_times, "cpu-ratios": cpu_ratios, "gpu-ratios": gpu_ratios, "gpu-times": gpu_times,
     "torch-times": torch_times, "log-prob-times": log_prob_times,
-    "sharded-times": sharded_times,
+    "shard-times": shard_times, "sharded-times": sharded_times,
 }
 
 

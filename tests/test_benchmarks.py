@@ -14,6 +14,7 @@ from benchmarks import (
     bench_log_prob,
     bench_resampling,
     bench_sharded,
+    bench_shards,
     bench_verify,
     harness,
     plot,
@@ -235,3 +236,14 @@ def test_other_tokens_than_on_one_device_are_not_timed(monkeypatch):
 
     with pytest.raises(SystemExit, match="nothing was timed"):
         small_mesh_rows(monkeypatch, **{bench_sharded.SAMPLE: local})
+
+
+def test_a_shard_alone_is_checked_and_timed(monkeypatch):
+    head = Head("small", 2048, 64)
+    rows = list(bench_shards.of_head(head, [1, 4], [2, 4], rounds=2, iterations=2))
+    assert [(row["shards"], row["rows"]) for row in rows] == [(2, 1), (2, 4), (4, 1), (4, 4)]
+    assert bench_shards.table(rows).row_count == 4 and rows[0]["bytes_of_w"] == 2 * 64 * 2048 // 2
+    assert all(row["bar"] == 1.08 * row["floor"] + 6e-6 and row["floor"] >= row["seconds"]["matmul"]["median"] for row in rows)
+    monkeypatch.setattr(bench_shards, "work", lambda x, shards: gumbeljax.greedy(x.h, x.w))
+    with pytest.raises(SystemExit, match="tokens differ"):
+        next(bench_shards.of_head(head, [4], [2], rounds=2, iterations=2))

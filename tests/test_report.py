@@ -113,3 +113,12 @@ def test_devices_are_lines_and_points(results, tmp_path):
     drawn = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].get_lines()}
     assert drawn["sample, 64 rows"] == pytest.approx([1, 1.6]) and drawn["gather logits, 64 rows"] == pytest.approx([0.5, 1])
     figure.savefig(tmp_path / "x.png")
+
+
+def test_the_bar_of_a_shard_has_microseconds_of_its_own(results):
+    row = {"shards": 4, "bar": 1.08e-5 + 6e-6}
+    results("shards", "2026-01-01", [cell(1, {"shard": 1.65e-5, "matmul": 1e-5}, **row),
+                                     cell(64, {"shard": 1.7e-5, "matmul": 1e-5}, **row)])
+    lines = report.shard_times().splitlines()
+    assert lines[2:4] == ["| a head, 1,000 x 10 | 1 | 4 | mosaic | 16.5 | 10.0 | 10.0 | 1.05 |",
+                          "|  | 64 | 4 | mosaic | 17.0 | 10.0 | 10.0 | **1.10** |"]

@@ -74,6 +74,32 @@ def plot_over_rows(cells: Sequence[tuple[dict[str, Any], dict[str, float]]], tit
     return figure
 
 
+def plot_speedups(rows: Sequence[dict[str, Any]], ours: str, other: str, title: str) -> plt.Figure:
+    """A panel for each head: the time of `ours` on one device over that of `ours` (solid) and of `other` (dashed) on several,
+    a colour for each number of rows."""
+    heads = list({row["head"]["name"]: row["head"] for row in rows}.values())
+    sizes = sorted({row["devices"] for row in rows})
+    figure, axes = plt.subplots(1, len(heads), figsize=(5 * len(heads), 4), squeeze=False, sharey=True, layout="constrained")
+    for axis, head in zip(axes[0], heads, strict=True):
+        batches = sorted({row["rows"] for row in rows if row["head"] == head})
+        for i, batch in enumerate(batches):
+            here = {row["devices"]: row["seconds"] for row in rows if row["head"] == head and row["rows"] == batch}
+            for name, style in ((ours, "-"), (other, "--")):
+                points = [(n, here[1][ours]["median"] / seconds[name]["median"]) for n, seconds in sorted(here.items())]
+                axis.plot(*zip(*points, strict=True), style, marker="o", markersize=4, color=LINES[i % len(LINES)],
+                          label=f"{name}, {batch} rows")
+        axis.plot(sizes, sizes, color="black", linewidth=0.8, zorder=0)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", base=2)
+        axis.set(xticks=sizes, xticklabels=sizes, xlabel="devices", yticks=sizes, yticklabels=sizes)
+        axis.set_title(f"{head['name']}: {head['vocab']:,} x {head['d_model']:,}", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel(f"speed, {ours} on one device = 1")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
 def draw(names: Sequence[str] = ()) -> None:
     """Bars for the named results, or for all of a CPU that hold times by head and rows."""
     for name in names or sorted(path.stem for path in records.RESULTS.glob("*.json")):

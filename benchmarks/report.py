@@ -17,7 +17,7 @@ FILES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 BLOCK = re.compile(r"(<!-- table (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 NOTHING = "Not measured yet."
 
-SAMPLE, XLA, MATMUL = "sample", "categorical", "matmul"
+SAMPLE, XLA, MATMUL, GATHER = "sample", "categorical", "matmul", "gather logits"
 COMPILED = ("compiled multinomial", "compiled exponential race")
 FLASHINFER = ("FlashInfer", "FlashInfer, float32")
 
@@ -72,7 +72,7 @@ def quotient(a: float | None, b: float | None, most: float = float("inf")) -> st
     return f"**{text}**" if a / b > most else text
 
 
-def first_of_each(names: Iterable[str]) -> list[str]:
+def first_of_each(names: Iterable[Any]) -> list[Any]:
     """Names, blank where they repeat the one above."""
     shown, last = [], None
     for name in names:
@@ -188,9 +188,46 @@ def log_prob_times() -> str:
     return markdown(["head", "rows", "pass", *names, "`log_prob` / floor"], lines) + f"\n\n{source}"
 
 
+def shard_times() -> str:
+    """Microseconds of one shard's work; bold where it is over the bar."""
+    rows, source = measured("shards", "shards-*", key=lambda row: (row["shards"],))
+    if not rows:
+        return NOTHING
+    names = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
+    lines = []
+    for head, row in zip(first_of_each(head_name(row["head"]) for row in rows), rows, strict=True):
+        over = row["seconds"]["shard"]["median"] - row["bar"] + 1.08 * row["floor"]  # the time without the bar's microseconds
+        lines.append([head, str(row["rows"]), str(row["shards"]), row["implementation"],
+                      *(microseconds(row, name) for name in names), f"{1e6 * row['floor']:.1f}",
+                      quotient(over, row["floor"], 1.08)])
+    return markdown(["head", "rows", "shards", "runs", *names, "floor", "(shard - 6 us) / floor"], lines) + f"\n\n{source}"
+
+
+def sharded_rows() -> Measured:
+    return measured("sharded", "sharded-*", key=lambda row: (row["devices"],))
+
+
+def sharded_times() -> str:
+    """Microseconds, what several devices gain, and bytes that one of them hears of in a call."""
+    rows, source = sharded_rows()
+    if not rows:
+        return NOTHING
+    names = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
+    lines, shown = [], first_of_each((head_name(row["head"]), row["rows"]) for row in rows)
+    for head, place, row in zip(first_of_each(head_name(row["head"]) for row in rows), shown, rows, strict=True):
+        lines.append([head, str(place and row["rows"]), str(row["devices"]), *(microseconds(row, name) for name in names),
+                      f"{row['speedup'][SAMPLE]['median']:.2f}", f"{row['efficiency'][SAMPLE]:.0%}",
+                      quotient(median(row, GATHER), median(row, SAMPLE)),
+                      *(f"{row['collective_bytes'][name]:,}" for name in (SAMPLE, GATHER))])
+    columns = ["head", "rows", "devices", *names, "speed-up of `sample`", "efficiency", f"{GATHER} / `sample`",
+               "bytes of `sample`", f"bytes of {GATHER}"]
+    return markdown(columns, lines) + f"\n\n{source}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "cpu-times": cpu_times, "cpu-ratios": cpu_ratios, "gpu-ratios": gpu_ratios, "gpu-times": gpu_times,
     "torch-times": torch_times, "log-prob-times": log_prob_times,
+    "shard-times": shard_times, "sharded-times": sharded_times,
 }
 
 
@@ -222,6 +259,11 @@ def main() -> None:
     if cells:
         path = records.RESULTS / "gpu.png"
         plot.plot_over_rows(plotted(cells), source.split(";")[0].split(": ")[1]).savefig(path, dpi=120)
+        print(f"wrote {path}")
+    rows, source = sharded_rows()
+    if rows:
+        path = records.RESULTS / "sharded.png"
+        plot.plot_speedups(rows, SAMPLE, GATHER, source.split(";")[0].split(": ")[1]).savefig(path, dpi=120)
         print(f"wrote {path}")
 
 

@@ -35,6 +35,16 @@ def local_piece(operands: Operands, keys, config: Config, num_samples: int | Non
                        vocab_axis=config.vocab_axis)
 
 
+def said(piece: Piece, first, log_probs: bool) -> tuple[Array, ...]:
+    """What a shard whose first token is `first` sends of its draw: the arguments of `merge_draws`, without their axis 0."""
+    token = to_global(piece.draw.token, first)
+    numbers = (piece.won.high, piece.won.low, token, piece.won.top, piece.won.total)
+    if not log_probs:
+        return numbers
+    mass = (jnp.broadcast_to(x, token.shape) for x in (piece.model_mass.top, piece.model_mass.total))
+    return (*numbers, piece.draw.tempered_log_prob, piece.draw.model_log_prob, *mass)
+
+
 def draw(operands: Operands, keys, config: Config, *, num_samples: int | None, log_probs: bool) -> Draw:
     """One draw from all shards. Pathwise that of one device when every shard starts at a multiple of 16."""
     axes = config.axis_name
@@ -52,13 +62,7 @@ def draw(operands: Operands, keys, config: Config, *, num_samples: int | None, l
         if log_probs:
             own, mass = filtered.with_model(piece.draw, model)
             piece = Piece(own, piece.won, mass)
-    token = to_global(piece.draw.token, first)
-    said = [piece.won.high, piece.won.low, token, piece.won.top, piece.won.total]
-    if log_probs:
-        mass = piece.model_mass
-        said += [piece.draw.tempered_log_prob, piece.draw.model_log_prob,
-                 *(jnp.broadcast_to(x, token.shape) for x in (mass.top, mass.total))]
-    heard = _mesh.gather(tuple(said), axes)
+    heard = _mesh.gather(said(piece, first, log_probs), axes)
     out = merge_draws(*heard, t=operands.t)
     if tempered_law is None or not log_probs:
         return out

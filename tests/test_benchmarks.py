@@ -8,7 +8,19 @@ import jax.numpy as jnp
 import pytest
 
 import gumbeljax
-from benchmarks import bench_cpu, bench_gpu, bench_log_prob, bench_resampling, bench_verify, harness, plot, records, timing
+from benchmarks import (
+    bench_cpu,
+    bench_gpu,
+    bench_log_prob,
+    bench_resampling,
+    bench_sharded,
+    bench_shards,
+    bench_verify,
+    harness,
+    plot,
+    records,
+    timing,
+)
 from benchmarks.shapes import CPU_HEADS, GPU_HEADS, HEADS, ODD, Head
 
 
@@ -199,3 +211,39 @@ def test_resampling_is_checked_before_it_is_timed():
     for wrong in (drawn - 1, jnp.roll(drawn, 1, axis=0), jnp.broadcast_to(jnp.arange(32), drawn.shape)):
         with pytest.raises(SystemExit, match="nothing was timed"):
             bench_resampling.check("systematic", log_weights, wrong)
+
+
+def small_mesh_rows(monkeypatch, **replaced):
+    for name, function in replaced.items():
+        monkeypatch.setitem(bench_sharded.ON_SHARD, name, function)
+    head = Head("small", 2048, 64)
+    return next(bench_sharded.of_head(head, [4], [1, 2, 4], list(bench_sharded.CONTENDERS), rounds=2, iterations=2))
+
+
+def test_cells_of_a_mesh_count_what_moves(monkeypatch):
+    rows = small_mesh_rows(monkeypatch)
+    assert [row["devices"] for row in rows] == [1, 2, 4] and bench_sharded.table(rows).row_count == 3
+    for row in rows:
+        n, moved = row["devices"], row["collective_bytes"]
+        assert moved[bench_sharded.SAMPLE] == (20 * 4 * n if n > 1 else 0) and row["efficiency"][bench_sharded.SAMPLE] > 0
+        assert moved[bench_sharded.GATHER] == 2 * moved[bench_sharded.GATHER_16] == (4 * 4 * 2048 if n > 1 else 0)
+
+
+def test_other_tokens_than_on_one_device_are_not_timed(monkeypatch):
+    def local(x, axis):  # every shard draws on its own, and the first ones' tokens are taken for those of all
+        tokens = gumbeljax.sample(x.h, x.w, x.keys, axis_name=())
+        return tokens if axis is None else jax.lax.pmax(tokens, axis)
+
+    with pytest.raises(SystemExit, match="nothing was timed"):
+        small_mesh_rows(monkeypatch, **{bench_sharded.SAMPLE: local})
+
+
+def test_a_shard_alone_is_checked_and_timed(monkeypatch):
+    head = Head("small", 2048, 64)
+    rows = list(bench_shards.of_head(head, [1, 4], [2, 4], rounds=2, iterations=2))
+    assert [(row["shards"], row["rows"]) for row in rows] == [(2, 1), (2, 4), (4, 1), (4, 4)]
+    assert bench_shards.table(rows).row_count == 4 and rows[0]["bytes_of_w"] == 2 * 64 * 2048 // 2
+    assert all(row["bar"] == 1.08 * row["floor"] + 6e-6 and row["floor"] >= row["seconds"]["matmul"]["median"] for row in rows)
+    monkeypatch.setattr(bench_shards, "work", lambda x, shards: gumbeljax.greedy(x.h, x.w))
+    with pytest.raises(SystemExit, match="tokens differ"):
+        next(bench_shards.of_head(head, [4], [2], rounds=2, iterations=2))

@@ -94,3 +94,31 @@ def test_plot_shows_every_contender_and_head(results, tmp_path):
     assert list(lines) == ["sample", "XLA categorical", "matrix product alone"]
     assert list(lines["sample"]) == pytest.approx([1.0, 4.0]) and list(lines["XLA categorical"]) == pytest.approx([2.0, 2.0])
     figure.savefig(tmp_path / "x.png")
+
+
+def sharded(devices, rows, seconds, **more):
+    one = {"median": 1e-5 * devices / seconds["sample"] / devices}
+    return cell(rows, seconds, devices=devices, speedup={"sample": one}, efficiency={"sample": one["median"] / devices},
+                collective_bytes={"sample": 20 * rows * devices, "gather logits": 4000 * rows}, **more)
+
+
+def test_devices_are_lines_and_points(results, tmp_path):
+    results("sharded", "2026-01-01", [sharded(1, 64, {"sample": 1e-5, "gather logits": 2e-5}),
+                                      sharded(2, 64, {"sample": 0.5e-5, "gather logits": 1e-5})])
+    results("sharded-x2", "2026-01-02", [sharded(2, 64, {"sample": 0.625e-5, "gather logits": 1e-5})])
+    lines = report.sharded_times().splitlines()
+    assert lines[2] == "| a head, 1,000 x 10 | 64 | 1 | 10.0 | 20.0 | 1.00 | 100% | 2.00 | 1,280 | 256,000 |"
+    assert lines[3] == "|  |  | 2 | 6.2 | 10.0 | 1.60 | 80% | 1.60 | 2,560 | 256,000 |"
+    figure = plot.plot_speedups(report.sharded_rows().rows, report.SAMPLE, report.GATHER, "a title")
+    drawn = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].get_lines()}
+    assert drawn["sample, 64 rows"] == pytest.approx([1, 1.6]) and drawn["gather logits, 64 rows"] == pytest.approx([0.5, 1])
+    figure.savefig(tmp_path / "x.png")
+
+
+def test_the_bar_of_a_shard_has_microseconds_of_its_own(results):
+    row = {"shards": 4, "bar": 1.08e-5 + 6e-6}
+    results("shards", "2026-01-01", [cell(1, {"shard": 1.65e-5, "matmul": 1e-5}, **row),
+                                     cell(64, {"shard": 1.7e-5, "matmul": 1e-5}, **row)])
+    lines = report.shard_times().splitlines()
+    assert lines[2:4] == ["| a head, 1,000 x 10 | 1 | 4 | mosaic | 16.5 | 10.0 | 10.0 | 1.05 |",
+                          "|  | 64 | 4 | mosaic | 17.0 | 10.0 | 10.0 | **1.10** |"]

@@ -8,12 +8,12 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.collectives import collectives
 from gumbeljax import models
 from gumbeljax.decode import generate
 from gumbeljax.models.parallel import parallelize
 from tests.models.golden import FOLDER, read_tiny, smollm2_path, write_folder
 from tests.sharding import meshes
-from tests.sharding.collectives import collectives
 
 NEW = 24
 

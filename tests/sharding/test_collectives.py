@@ -9,10 +9,10 @@ import pytest
 from jax import lax
 
 import gumbeljax
+from benchmarks.collectives import Collective, bytes_of, collectives, executed
 from gumbeljax import _mesh, sharding
 from tests import heads
 from tests.sharding import meshes
-from tests.sharding.collectives import Collective, bytes_of, collectives
 
 ROWS, VOCAB, D = 16, 2048, 32
 CALLS = {  # bytes per row and shard
@@ -100,7 +100,7 @@ def test_the_counter_counts():
         def as_text(self):
             return "%a = (f32[2], f32[8]) all-gather-start(%x)\n%b = f32[8] all-gather-done(%a)\n%c = s32[2] add(%x, %y)"
 
-    assert collectives(Text()) == [Collective("all-gather", 40)]
+    assert collectives(Text()) == [Collective("all-gather", 32)]
 
 
 def test_bits_arrive_as_they_left():
@@ -115,3 +115,21 @@ def test_bits_arrive_as_they_left():
     got = gather(jnp.stack([floats] * 8), jnp.stack([ids] * 8))
     for x in got:
         np.testing.assert_array_equal(np.asarray(x).view(np.uint32), np.stack([words] * 8))
+
+
+def test_loops_count_as_often_as_they_run():
+    mesh = meshes.mesh_of((8,), ("tp",))
+
+    def three_times(x):
+        body = lambda x, _: (lax.psum(x, "tp") * 1e-3 + lax.psum(x[0], "tp"), None)  # noqa: E731
+        return lax.pmax(lax.scan(body, x, length=3)[0], "tp")
+
+    call = jax.jit(jax.shard_map(three_times, mesh=mesh, in_specs=jax.sharding.PartitionSpec(),
+                                 out_specs=jax.sharding.PartitionSpec(), check_vma=False))
+    found = executed(call.lower(jnp.ones(5)).compile())
+    assert sum(c.num_bytes * count for c, count in found.items()) == 3 * (20 + 4) + 20
+    unknown = jax.jit(jax.shard_map(lambda x: lax.while_loop(lambda x: x[0] < 9, lambda x: lax.psum(x, "tp"), x), mesh=mesh,
+                                    in_specs=jax.sharding.PartitionSpec(), out_specs=jax.sharding.PartitionSpec(),
+                                    check_vma=False))
+    with pytest.raises(ValueError, match="not known"):
+        executed(unknown.lower(jnp.ones(5)).compile())

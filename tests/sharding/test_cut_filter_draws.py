@@ -10,12 +10,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import gumbeljax
+from benchmarks.collectives import Collective, in_and_out_of_loops
 from gumbeljax import _cut_filters, sharding, speculative
 from tests import filter_oracle as oracle
 from tests import heads, knobs, statistics
 from tests.filter_oracle import Options
 from tests.sharding import meshes
-from tests.sharding.collectives import Collective, in_and_out_of_loops
 
 
 def head(rows=16, vocab=1024, vocab_axis=0):

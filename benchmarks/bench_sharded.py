@@ -80,15 +80,14 @@ def put(x: Inputs, mesh: Mesh) -> Inputs:
     return jax.tree.map(lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec)), x, SPECS)
 
 
-def step(carry, x: Inputs, f):
-    """One draw; the carry is h and the last tokens."""
-    tokens = f(x._replace(h=carry[0]))
-    return harness.depend(carry[0], tokens), tokens
+def step(tokens, x: Inputs, f):
+    """One draw, after that of the last tokens: h comes from an elementwise kernel, as in a model from the last norm."""
+    return f(x._replace(h=harness.depend(x.h, tokens)))
 
 
-def carry_of(x: Inputs):
-    """What a loop begins with: no token yet, placed like h."""
-    return x.h, jax.device_put(np.full(x.h.shape[0], -1, np.int32), x.h.sharding)
+def no_tokens(x: Inputs):
+    """What a loop begins with, placed like h."""
+    return jax.device_put(np.full(x.h.shape[0], -1, np.int32), x.h.sharding)
 
 
 class Program(NamedTuple):
@@ -106,7 +105,7 @@ class Program(NamedTuple):
 def compile_loop(name: str, mesh: Mesh, x: Inputs, iterations: int | None) -> Program:
     flops = 2 * x.h.shape[0] * x.w.size
     iterations = iterations or timing.calls_per_loop(x.w.nbytes // mesh.size, flops // mesh.size, seconds=0.03)
-    loop = harness.compiled_loop(partial(step, f=tokens_of(name, mesh)), carry_of(x), x, iterations=iterations)
+    loop = harness.compiled_loop(partial(step, f=tokens_of(name, mesh)), no_tokens(x), x, iterations=iterations)
     return Program(loop, iterations, [(*c, count / iterations) for c, count in executed(loop).items()])
 
 
@@ -114,14 +113,14 @@ def check(programs: dict[tuple[int, str], Program], exact: dict[int, Inputs], wh
     """Raises unless every contender draws the tokens of one device."""
     alone = {}
     for (n, name), program in programs.items():  # one device comes first
-        tokens = np.asarray(program.loop(carry_of(exact[n]), exact[n])[1])
+        tokens = np.asarray(program.loop(no_tokens(exact[n]), exact[n]))
         if not np.array_equal(tokens, alone.setdefault(name, tokens)) or tokens.min() < 0:
             raise SystemExit(f"{where}: tokens of {name!r} on {n} devices differ from those on one: nothing was timed")
 
 
 def measure(head: Head, programs: dict[tuple[int, str], Program], x: dict[int, Inputs], *, rounds: int) -> list[dict[str, Any]]:
     """Rows of the table, one for each number of devices."""
-    loops = {f"{n} {name}": harness.timed(p.loop, carry_of(x[n]), x[n], iterations=p.iterations)
+    loops = {f"{n} {name}": harness.timed(p.loop, no_tokens(x[n]), x[n], iterations=p.iterations)
              for (n, name), p in programs.items()}
     samples = timing.take_turns(loops, rounds=rounds)
     results = []

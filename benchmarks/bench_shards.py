@@ -23,7 +23,7 @@ from rich.table import Table
 import gumbeljax
 from benchmarks import harness, timing
 from benchmarks.bench_gpu import MATMUL, best_read_rate, exact_head, exact_states, inputs, logits_of, random_head
-from benchmarks.bench_sharded import SAMPLE, Inputs, Program, carry_of, step
+from benchmarks.bench_sharded import SAMPLE, Inputs, Program, no_tokens, step
 from benchmarks.shapes import HEADS, QWEN3_8B, Head
 from gumbeljax import _call, _keys, _shards
 
@@ -47,21 +47,19 @@ def contenders(shards: int) -> dict[str, Any]:
             MATMUL: lambda x: logits_of(x.h, x.w)[:, 0]}
 
 
-def step_of(name: str, f):
-    """The loop's step: the product alone has no tokens to carry."""
-    if name != MATMUL:
-        return partial(step, f=f)
-    return lambda carry, x: (harness.depend(carry[0], f(x._replace(h=carry[0]))), carry[1])
+def first_of(name: str, x: Inputs):
+    """What a loop begins with: the product alone yields numbers, not tokens."""
+    return jnp.zeros(x.h.shape[0]) if name == MATMUL else no_tokens(x)
 
 
 def compile_loop(name: str, f, x: Inputs, iterations: int | None) -> Program:
     iterations = iterations or timing.calls_per_loop(x.w.nbytes, 2 * x.h.shape[0] * x.w.size, seconds=0.03)
-    return Program(harness.compiled_loop(step_of(name, f), carry_of(x), x, iterations=iterations), iterations, [])
+    return Program(harness.compiled_loop(partial(step, f=f), first_of(name, x), x, iterations=iterations), iterations, [])
 
 
 def check(program: Program, exact: Inputs, where: str) -> None:
     """Raises unless the shard draws the tokens of the plain implementation."""
-    tokens = np.asarray(program.loop(carry_of(exact), exact)[1])
+    tokens = np.asarray(program.loop(no_tokens(exact), exact))
     if not np.array_equal(tokens, gumbeljax.sample(exact.h, exact.w, exact.keys, implementation="xla")):
         raise SystemExit(f'{where}: tokens differ from implementation="xla": nothing was timed')
 
@@ -69,7 +67,7 @@ def check(program: Program, exact: Inputs, where: str) -> None:
 def measure(head: Head, shards: int, programs: dict[str, Program], x: Inputs, read_rate: float, *,
             rounds: int) -> dict[str, Any]:
     """One row of the table."""
-    loops = {name: harness.timed(p.loop, carry_of(x), x, iterations=p.iterations) for name, p in programs.items()}
+    loops = {name: harness.timed(p.loop, first_of(name, x), x, iterations=p.iterations) for name, p in programs.items()}
     samples = timing.take_turns(loops, rounds=rounds)
     seconds = {name: timing.summarize(s)._asdict() for name, s in samples.items()}
     floor = max(x.w.nbytes / read_rate, seconds[MATMUL]["median"])

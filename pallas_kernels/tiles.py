@@ -34,7 +34,8 @@ class TritonTiles:
 
 @dataclass(frozen=True)
 class MosaicTiles:
-    """Two warpgroups score 64 rows x `vocab` ids (a multiple of 16, at most 128) each, `d_model` coordinates at a time, `steps` fetches in flight.
+    """Two warpgroups score 64 rows x `vocab` ids (a multiple of 16, at most 128) each, `d_model` coordinates at a time, with
+    `steps` fetches in flight.
 
     `split_rows`: they share the ids and split 128 rows; otherwise they share 64 rows and split the ids. `pair_rows`: two
     programs with neighbouring rows read each tile of the vocabulary once for both.

@@ -79,14 +79,14 @@ def plot_speedups(rows: Sequence[dict[str, Any]], ours: str, other: str, title: 
     a colour for each number of rows."""
     heads = list({row["head"]["name"]: row["head"] for row in rows}.values())
     sizes = sorted({row["devices"] for row in rows})
+    colour = {batch: plt.get_cmap("viridis")(i / 5) for i, batch in enumerate(sorted({row["rows"] for row in rows}))}
     figure, axes = plt.subplots(1, len(heads), figsize=(5 * len(heads), 4), squeeze=False, sharey=True, layout="constrained")
     for axis, head in zip(axes[0], heads, strict=True):
-        batches = sorted({row["rows"] for row in rows if row["head"] == head})
-        for i, batch in enumerate(batches):
+        for batch in sorted({row["rows"] for row in rows if row["head"] == head}):
             here = {row["devices"]: row["seconds"] for row in rows if row["head"] == head and row["rows"] == batch}
             for name, style in ((ours, "-"), (other, "--")):
                 points = [(n, here[1][ours]["median"] / seconds[name]["median"]) for n, seconds in sorted(here.items())]
-                axis.plot(*zip(*points, strict=True), style, marker="o", markersize=4, color=LINES[i % len(LINES)],
+                axis.plot(*zip(*points, strict=True), style, marker="o", markersize=4, color=colour[batch],
                           label=f"{name}, {batch} rows")
         axis.plot(sizes, sizes, color="black", linewidth=0.8, zorder=0)
         axis.set_xscale("log", base=2)
@@ -95,7 +95,9 @@ def plot_speedups(rows: Sequence[dict[str, Any]], ours: str, other: str, title: 
         axis.set_title(f"{head['name']}: {head['vocab']:,} x {head['d_model']:,}", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel(f"speed, {ours} on one device = 1")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    lines = {label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    order = [f"{name}, {batch} rows" for batch in colour for name in (ours, other)]
+    figure.legend([lines[label] for label in order], order, loc="outside lower center", ncols=len(colour), frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=10)
     return figure
 

@@ -42,9 +42,9 @@ def logits_of(h, w):
     return jnp.matmul(h, w.T, preferred_element_type=jnp.float32)
 
 
-CONTENDERS: dict[str, Callable[[Inputs], jax.Array]] = {
+CONTENDERS: dict[str, Callable[[Inputs], Any]] = {
     SAMPLE: lambda x: gumbeljax.sample(x.h, x.w, x.keys),
-    WITH_LOG_PROBS: lambda x: sum(gumbeljax.sample_with_log_probs(x.h, x.w, x.keys, temperature=0.7)[:3]),
+    WITH_LOG_PROBS: lambda x: gumbeljax.sample_with_log_probs(x.h, x.w, x.keys, temperature=0.7)[:3],
     LOG_PROB: lambda x: gumbeljax.log_prob(x.h, x.w, x.tokens),
     LOW: lambda x: jax.random.categorical(x.keys[0], logits_of(x.h, x.w)),
     HIGH: lambda x: jax.random.categorical(x.keys[0], logits_of(x.h, x.w), mode="high"),
@@ -98,13 +98,13 @@ def best_read_rate(w: jax.Array, *, rounds: int) -> float:
     return w.nbytes / min(timing.summarize(s).median for s in timing.take_turns(loops, rounds=rounds).values())
 
 
-def compiled_loop(f: Callable[[Inputs], jax.Array], x: Inputs, iterations: int) -> Callable[[], float]:
+def compiled_loop(f: Callable[[Inputs], Any], x: Inputs, iterations: int) -> Callable[[], Callable[[], float]]:
     """`harness.timed` of calls of f, each of which waits for the one before: the hidden states come from an elementwise kernel
-    that reads its result, as in a model they come from the last norm."""
-    def step(result, x):
-        return f(x._replace(h=harness.depend(x.h, result)))
+    that reads its results, as in a model they come from the last norm."""
+    def step(results, x):
+        return f(x._replace(h=harness.depend(x.h, *jax.tree.leaves(results))))
 
-    first = jnp.zeros_like(jax.eval_shape(f, x))
+    first = jax.tree.map(jnp.zeros_like, jax.eval_shape(f, x))
     loop = harness.compiled_loop(step, first, x, iterations=iterations)
     return lambda: harness.timed(loop, first, x, iterations=iterations)
 

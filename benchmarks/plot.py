@@ -97,7 +97,8 @@ def plot_speedups(rows: Sequence[dict[str, Any]], ours: str, other: str, title: 
     axes[0][0].set_ylabel(f"speed, {ours} on one device = 1")
     lines = {label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     order = [f"{name}, {batch} rows" for batch in colour for name in (ours, other)]
-    figure.legend([lines[label] for label in order], order, loc="outside lower center", ncols=len(colour), frameon=False, fontsize=8)
+    figure.legend([lines[label] for label in order], order, loc="outside lower center", ncols=len(colour), frameon=False,
+                  fontsize=8)
     figure.suptitle(title, fontsize=10)
     return figure
 

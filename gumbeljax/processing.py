@@ -77,14 +77,15 @@ class Processors(NamedTuple):
     """The rare options of a draw; None is off. Numbers are scalars or `[*batch]`, token lists int `[n]` or `[*batch, n]`, and
     a -1 in a list is nothing (to fill shorter rows up). Traced ids outside the vocabulary are nothing too.
 
-    bias_tokens, bias_values: added to the logits of these tokens; values of a token named twice add up.
-    repetition_penalty: > 0; logits of tokens of prompt and output are divided by it if positive, else multiplied.
-    presence_penalty: taken from the logits of tokens of the output.
-    frequency_penalty: taken from them once for each time that the token occurs.
-    counts: `TokenCounts` of every row; required by the penalties.
-    allowed_tokens, banned_tokens: only these, or not these, may be drawn. A row that allows none has no law.
-    end_tokens, min_new_tokens, num_new_tokens: end tokens are banned while a row has fewer than `min_new_tokens` tokens of
-      output; `num_new_tokens` says how many it has, or else `counts` does.
+    Attributes:
+      bias_tokens, bias_values: added to the logits of these tokens; values of a token named twice add up.
+      repetition_penalty: > 0; logits of tokens of prompt and output are divided by it if positive, else multiplied.
+      presence_penalty: taken from the logits of tokens of the output.
+      frequency_penalty: taken from them once for each time that the token occurs.
+      counts: `TokenCounts` of every row; required by the penalties.
+      allowed_tokens, banned_tokens: only these, or not these, may be drawn. A row that allows none has no law.
+      end_tokens, min_new_tokens, num_new_tokens: end tokens are banned while a row has fewer than `min_new_tokens` tokens of
+        output; `num_new_tokens` says how many it has, or else `counts` does.
 
     Source of the penalties: N. S. Keskar et al., "CTRL", arXiv 1909.05858 (repetition); the OpenAI API (presence, frequency).
     """

@@ -77,7 +77,7 @@ class Processors(NamedTuple):
     """The rare options of a draw; None is off. Numbers are scalars or `[*batch]`, token lists int `[n]` or `[*batch, n]`, and
     a -1 in a list is nothing (to fill shorter rows up). Traced ids outside the vocabulary are nothing too.
 
-    Attributes:
+    Args:
       bias_tokens, bias_values: added to the logits of these tokens; values of a token named twice add up.
       repetition_penalty: > 0; logits of tokens of prompt and output are divided by it if positive, else multiplied.
       presence_penalty: taken from the logits of tokens of the output.

@@ -8,6 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from gumbeljax._compat import varying
@@ -125,3 +126,14 @@ def gather(values: tuple[Array, ...], axes: tuple[str, ...]) -> tuple[Array, ...
     is_manual = set(axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)  # else `vmap` has named the axis
     gathered = jnp.moveaxis(lax.all_gather(packed, axes, to="invarying" if is_manual else "varying"), 1, 0)
     return tuple(x if as_is else lax.bitcast_convert_type(x, v.dtype) for x, v in zip(gathered, values, strict=True))
+
+
+def gather_all(tree, axes: tuple[str, ...]):
+    """As `gather`, for the leaves `[rows]` and `[n, rows]` of a tree, whatever their n: still one all-gather."""
+    leaves, shape = jax.tree.flatten(tree)
+    words = [lax.bitcast_convert_type(x, jnp.int32).reshape(-1, x.shape[-1]) for x in leaves]
+    heard = gather((jnp.concatenate(words),), axes)[0]
+    ends = np.cumsum([len(x) for x in words])
+    parts = jnp.split(heard, ends[:-1], axis=1)
+    return jax.tree.unflatten(shape, [lax.bitcast_convert_type(part, x.dtype).reshape(-1, *x.shape)
+                                      for part, x in zip(parts, leaves, strict=True)])

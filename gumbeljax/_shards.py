@@ -2,7 +2,7 @@
 
 Every shard draws from its own ids and sends a few numbers per row; each then picks the winner of all. The bytes sent per
 row and shard: 20 for a token, 36 with its log-probabilities, 12 for a greedy token, 16 for a log-probability. Under filters
-the shards agree on the kept set first (`_cut_filters`).
+the shards agree on the kept set first (`_cut_filters`); draws without replacement are in `_cut_ranks`.
 """
 
 import jax.numpy as jnp
@@ -35,6 +35,15 @@ def local_piece(operands: Operands, keys, config: Config, num_samples: int | Non
                        vocab_axis=config.vocab_axis)
 
 
+def kept_logits(operands: Operands, local: Operands, config: Config, *, with_total: bool):
+    """(model logits, processed logits that are -inf outside of the kept set, what was found) of this shard, `[width, rows]`;
+    `local` are the operands typed as varying."""
+    assert operands.filters is not None
+    model, x = filtered.all_logits(local.h, local.w, local.options(config), **config.shape_arguments())
+    found = _cut_filters.kept_set(x, operands.t, operands.filters, config.axis_name, with_total=with_total)
+    return model, jnp.where(found.kept, x, -jnp.inf), found
+
+
 def said(piece: Piece, first, log_probs: bool) -> tuple[Array, ...]:
     """What a shard whose first token is `first` sends of its draw: the arguments of `merge_draws`, without their axis 0."""
     token = to_global(piece.draw.token, first)
@@ -55,9 +64,7 @@ def draw(operands: Operands, keys, config: Config, *, num_samples: int | None, l
     if operands.filters is None:
         piece = local_piece(local, keys, config, num_samples, log_probs)
     else:
-        model, x = filtered.all_logits(local.h, local.w, local.options(config), **config.shape_arguments())
-        tempered_law = _cut_filters.kept_set(x, operands.t, operands.filters, axes, with_total=log_probs)
-        kept = jnp.where(tempered_law.kept, x, -jnp.inf)
+        model, kept, tempered_law = kept_logits(operands, local, config, with_total=log_probs)
         piece = filtered.race_in(kept, keys, local.t, vocab=config.vocab, num_samples=num_samples)
         if log_probs:
             own, mass = filtered.with_model(piece.draw, model)

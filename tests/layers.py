@@ -28,6 +28,7 @@ LAYERS: dict[str, int] = {
     "gumbeljax._mesh": 1,
     "gumbeljax._call": 1,
     "gumbeljax._cut_filters": 2,
+    "gumbeljax._cut_ranks": 2,
     "gumbeljax._shards": 2,
     "gumbeljax._partition": 2,
     "gumbeljax.groups": 2,

@@ -71,9 +71,9 @@ def vocabulary_axes(axis_name: AxisName | None, w, **same) -> tuple[str, ...]:
     return axes
 
 
-def check_rows(h, key, row_offset, axes: tuple[str, ...]) -> None:
+def check_rows(h, key, row_offset, axes: tuple[str, ...], way_out: str | None = None) -> None:
     """Refuses to draw with the same noise on two shards of the rows, and with two noises in one row; `axes` cut the
-    vocabulary."""
+    vocabulary. `way_out`: the keys that would do, where there is no row_offset."""
     if wrong := varying(key) & set(axes):
         raise ValueError(f"key must be the same on all shards of the vocabulary; got one that varies over {quoted(wrong)}: "
                          "give it no such axis in in_specs, since the noise of every token is its own already.")
@@ -85,8 +85,9 @@ def check_rows(h, key, row_offset, axes: tuple[str, ...]) -> None:
         cut = frozenset(manual if is_one else ())
     if cut:
         axis = sorted(cut)[0]
+        offset = f"one key per row, sharded like h, or row_offset=jax.lax.axis_index({axis!r}) * (rows of a shard)"
         raise ValueError(f"key must differ between the shards of the rows; got the same one all over {quoted(cut)}: pass "
-                         f"one key per row, sharded like h, or row_offset=jax.lax.axis_index({axis!r}) * (rows of a shard).")
+                         f"{offset if way_out is None else f'{way_out}, sharded like h'}.")
 
 
 def is_typed(key) -> bool:

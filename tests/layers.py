@@ -50,6 +50,7 @@ LAYERS: dict[str, int] = {
     "gumbeljax.smc.weights": 3,
     "gumbeljax.speculative.acceptance": 3,
     "gumbeljax.speculative.coupled": 3,
+    "gumbeljax.speculative.cut": 3,
     "gumbeljax.speculative.law": 3,
     "gumbeljax.speculative.leviathan": 3,
     "gumbeljax.speculative.stored": 3,

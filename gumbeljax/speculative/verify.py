@@ -37,8 +37,9 @@ import jax.numpy as jnp
 
 from gumbeljax._call import plain_broadcasting
 from gumbeljax._keys import row_keys
+from gumbeljax._mesh import check_rows
 from gumbeljax._typing import Array, ArrayLike, Key
-from gumbeljax.speculative import coupled, leviathan, stored
+from gumbeljax.speculative import coupled, cut, leviathan, stored
 from gumbeljax.speculative.law import Law, check_drafts, prepare_law
 from gumbeljax.speculative.leviathan import Outcome
 
@@ -76,11 +77,14 @@ def _run(target: Law, draft: Law | None, draft_tokens, key: Key, draft_lens, cha
         if q_shape != (*shape[:-1], shape[-1] - 1):
             raise ValueError(f"draft must have the positions of draft_tokens, {[*shape[:-1], shape[-1] - 1]}; got "
                              f"{list(q_shape)}: pass the law that each token was drawn from.")
-        if q_config.vocab != p_config.vocab:
-            raise ValueError(f"draft must have as many tokens as the target, {p_config.vocab}; got {q_config.vocab}: cut the "
-                             "padding of the wider table with valid_vocab.")
+        if cut.num_tokens(q_config) != cut.num_tokens(p_config):
+            raise ValueError(f"draft must have as many tokens as the target, {cut.num_tokens(p_config)}; got "
+                             f"{cut.num_tokens(q_config)}: cut the padding of the wider table with valid_vocab.")
         if shape[-1] == 1:  # nothing was drafted
             q, q_config = None, None
+    (p, p_config), (q, q_config) = cut.agree((p, p_config), (q, q_config))
+    cut.check_shared(p_config.axis_name, draft_tokens=drafts.tokens, draft_lens=drafts.lens)
+    check_rows(p.h, key, None, p_config.axis_name, way_out="one key per position")
     positions = (*drafts.batch_shape, shape[-1])
     keys = tuple(x.reshape(-1, shape[-1]) for x in row_keys(key, positions))  # a target has at least one position
     if drafts.tokens.shape[0] == 0:
@@ -200,6 +204,8 @@ def verify_coupled(target: Law, draft_tokens: ArrayLike, key: Key, *, draft_lens
     """
     operands, config, shape = prepare_law(target, "target")
     drafts = check_drafts(draft_tokens, draft_lens, shape, chains=False)
+    cut.check_shared(config.axis_name, draft_tokens=drafts.tokens, draft_lens=drafts.lens)
+    check_rows(operands.h, key, None, config.axis_name, way_out="one key per position")
     keys = row_keys(key, shape)
     if operands.h.shape[0] == 0:
         nothing = jnp.zeros(shape, jnp.int32)

@@ -53,6 +53,7 @@ LAYERS: dict[str, int] = {
     "gumbeljax.speculative.cut": 3,
     "gumbeljax.speculative.law": 3,
     "gumbeljax.speculative.leviathan": 3,
+    "gumbeljax.speculative.partition": 3,
     "gumbeljax.speculative.stored": 3,
     "gumbeljax.speculative.verify": 3,
     "gumbeljax.speculative": 4,

@@ -59,11 +59,11 @@ AXES = {"logit_bias": 1, "mask": 1, "bias_tokens": 1, "bias_values": 1, "allowed
 """Axes that an option has behind those of its rows; the others have none."""
 
 
-def _spread(x, name: str, shape: tuple[int, ...]):
+def spread(x, name: str, shape: tuple[int, ...]):
     """An option given for each request, repeated for its positions; one of any other shape is left as it is."""
     tail = AXES.get(name, 0)
     if hasattr(x, "_replace"):  # processors, and the counts in them
-        return x._replace(**{field: _spread(value, field, shape) for field, value in x._asdict().items()})
+        return x._replace(**{field: spread(value, field, shape) for field, value in x._asdict().items()})
     if x is None or isinstance(x, dict | str) or np.ndim(x) != len(shape) - 1 + tail or len(shape) == 1:
         return x
     x = x if hasattr(x, "dtype") else np.asarray(x)
@@ -86,7 +86,7 @@ def prepare_law(law: Law, name: str) -> tuple[Operands, Config, tuple[int, ...]]
     options: dict[str, Any] = law._asdict()
     head = {x: options.pop(x) for x in ("vocab_axis", "scale", "soft_cap", "precision", "implementation", "axis_name")}
     del options["h"], options["w"]
-    options: dict[str, Any] = {x: _spread(value, x, shape) for x, value in options.items()}
+    options: dict[str, Any] = {x: spread(value, x, shape) for x, value in options.items()}
     if law.w is not None:
         return prepare(h, law.w, **options, **head)
     if law.axis_name:

@@ -109,6 +109,44 @@ def test_the_tokens_of_one_device(name):
     assert verifier == "coupled" or (0 < accepted.mean() < DRAFT_LEN and (accepted < arrays.third["lens"].min()).any())
 
 
+@pytest.mark.parametrize("name", ["both", "draft alone", "one token", "chains, target alone", "coupled",
+                                  "filters of the draft, which is whole"])
+def test_explicit_axes_say_it_all(name):
+    """One key for the batch; nothing is named; eager, and inside jit."""
+    verifier, which, p_options, q_options = CASES[name]
+    arrays = case(2 if verifier == "chains" else None)
+    arrays = arrays._replace(third=arrays.third | {"keys": jax.random.key(11)})
+    call = calls(verifier, which, p_options, q_options, {})
+    mesh = meshes.mesh_of((2, 4), kind=jax.sharding.AxisType.Explicit)
+    put = lambda x, *spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
+    placed = Case(put(arrays.h, "data"), put(arrays.w, "tp") if "target" in which else arrays.w, arrays.draft_h,
+                  put(arrays.draft_w, "tp") if "draft" in which else arrays.draft_w, arrays.third)
+    want = jax.jit(call)(*arrays)
+    assert_same(jax.jit(call)(*placed), want)
+    if name == "both":
+        got = call(*placed)
+        assert_same(got, want)
+        assert got.tokens.sharding.spec[0] == "data"
+
+
+def test_explicit_axes_and_options_of_every_shape():
+    """Options by name, for a request and for a position, numbers and lists; drafts in lists."""
+    h, w, draft_h, draft_w, third = case()
+    mesh = meshes.mesh_of((2, 4), kind=jax.sharding.AxisType.Explicit)
+    put = lambda x, *spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
+    counts = gumbeljax.count_tokens(np.arange(3 * ROWS).reshape(ROWS, 3), VOCAB)
+    processors = gumbeljax.Processors(banned_tokens=[3, 7], presence_penalty=np.linspace(0, 2, ROWS), counts=counts)
+    mask = np.random.default_rng(0).random((ROWS, VOCAB)) < 0.9
+    bias = np.random.default_rng(0).normal(size=(ROWS, DRAFT_LEN + 1, VOCAB)).astype(np.float32)
+
+    def call(h, w, draft_h, draft_w):
+        p = Law(h, w, temperature=third["t"].tolist(), mask=mask, logit_bias=bias, processors=processors)
+        q = Law(draft_h, draft_w, temperature=0.8, logit_bias={5: 1.0, 300: 2.0})
+        return verify(p, q, third["drafts"].tolist(), jax.random.key(1), draft_lens=2)
+
+    assert_same(call(put(h, "data"), put(w, "tp"), draft_h, put(draft_w, "tp")), call(h, w, draft_h, draft_w))
+
+
 @pytest.mark.parametrize("axes", [("data", "tp"), ("tp", "data")])
 def test_a_vocabulary_over_two_mesh_axes(axes):
     call, which = calls("one chain", ("target", "draft"), {}, {}, {}), ("target", "draft")
@@ -231,5 +269,11 @@ def test_what_is_refused():
     logits = lambda x, w, y: verify(Law(x), Law(y, w, axis_name="tp"), drafts, key).tokens  # noqa: E731
     refuses(r"^logits must be the same on all shards of the vocabulary; got one that varies over 'tp'", logits,
             jnp.zeros((ROWS, DRAFT_LEN + 1, 4 * VOCAB)), w, draft_h, specs=(P(None, None, "tp"), P("tp"), P()))
+    mesh = meshes.mesh_of((2, 4), kind=jax.sharding.AxisType.Explicit)
+    put = lambda x, *spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
+    with pytest.raises(ValueError, match=r"^h must be whole along its positions; got one that is cut over 'tp' there"):
+        verify(Law(put(h, None, "tp"), w), None, drafts, key)
+    with pytest.raises(ValueError, match=r"^draft_tokens must be \[\*batch, draft_len\]"):
+        verify(Law(h, put(w, "tp")), None, drafts[:, :2], key)
     with pytest.raises(ValueError, match=r"^target must have no axis_name when it is given as logits; got 'tp'"):
         verify(Law(jnp.zeros((1, 2, 8)), axis_name="tp"), None, jnp.zeros((1, 1), jnp.int32), key)

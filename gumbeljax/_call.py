@@ -32,6 +32,7 @@ class Config(NamedTuple):
     precision: jax.lax.Precision | None
     axis_name: tuple[str, ...] = ()  # mesh axes that cut the vocabulary; `vocab` is then that of one shard
     tiles: Tiles | None = None  # None: those of the implementation's rule
+    all_vocab: int | None = None  # tokens of all shards that are no padding; None where there are no shards
 
     def stages(self) -> _implementation.Stages:
         """Stage 1 of the chosen implementation."""
@@ -92,13 +93,13 @@ def prepare(h, w, *, temperature=1.0, top_k=None, top_p=None, min_p=None, valid_
     axes = _mesh.vocabulary_axes(axis_name, _checks.table_of(w), h=h, temperature=temperature, top_k=top_k, top_p=top_p,
                                  min_p=min_p)
     head, device = _checks.head(h, w, vocab_axis, None if axes else valid_vocab), _implementation.device_facts(h)
-    valid = None
+    valid, vocab = None, None
     if axes:
-        all_vocab, first = head.vocab * _mesh.num_shards(axes), _mesh.first_id(axes, head.vocab)
-        vocab = _checks.vocabulary(valid_vocab, all_vocab)
-        valid = None if vocab == all_vocab else jnp.clip(vocab - first, 0, head.vocab)
+        width, first = head.vocab * _mesh.num_shards(axes), _mesh.first_id(axes, head.vocab)
+        vocab = _checks.vocabulary(valid_vocab, width)
+        valid = None if vocab == width else jnp.clip(vocab - first, 0, head.vocab)
         if isinstance(logit_bias, Mapping):
-            dense = _checks.dense_bias(logit_bias, "logit_bias", all_vocab, vocab)
+            dense = _checks.dense_bias(logit_bias, "logit_bias", width, vocab)
             logit_bias = jax.lax.dynamic_slice_in_dim(dense, first, head.vocab)
         processors = processing.of_shard(processors, first, vocab, head.batch_shape)
     operands = _operands(head.h, head.w, head.batch_shape, head.w.shape[head.vocab_axis], head.vocab, temperature=temperature,
@@ -110,7 +111,7 @@ def prepare(h, w, *, temperature=1.0, top_k=None, top_p=None, min_p=None, valid_
     config = Config(
         name, device, head.vocab, head.vocab_axis, _checks.constant(scale, "scale"),
         _checks.constant(soft_cap, "soft_cap", positive=True), _implementation.precision_of(precision, head.h.dtype), axes,
-        tiles)
+        tiles, vocab)
     return operands, config, head.batch_shape
 
 

@@ -8,6 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from gumbeljax._compat import varying
@@ -70,9 +71,9 @@ def vocabulary_axes(axis_name: AxisName | None, w, **same) -> tuple[str, ...]:
     return axes
 
 
-def check_rows(h, key, row_offset, axes: tuple[str, ...]) -> None:
+def check_rows(h, key, row_offset, axes: tuple[str, ...], way_out: str | None = None) -> None:
     """Refuses to draw with the same noise on two shards of the rows, and with two noises in one row; `axes` cut the
-    vocabulary."""
+    vocabulary. `way_out`: the keys that would do, where there is no row_offset."""
     if wrong := varying(key) & set(axes):
         raise ValueError(f"key must be the same on all shards of the vocabulary; got one that varies over {quoted(wrong)}: "
                          "give it no such axis in in_specs, since the noise of every token is its own already.")
@@ -84,8 +85,9 @@ def check_rows(h, key, row_offset, axes: tuple[str, ...]) -> None:
         cut = frozenset(manual if is_one else ())
     if cut:
         axis = sorted(cut)[0]
+        offset = f"one key per row, sharded like h, or row_offset=jax.lax.axis_index({axis!r}) * (rows of a shard)"
         raise ValueError(f"key must differ between the shards of the rows; got the same one all over {quoted(cut)}: pass "
-                         f"one key per row, sharded like h, or row_offset=jax.lax.axis_index({axis!r}) * (rows of a shard).")
+                         f"{offset if way_out is None else f'{way_out}, sharded like h'}.")
 
 
 def is_typed(key) -> bool:
@@ -125,3 +127,14 @@ def gather(values: tuple[Array, ...], axes: tuple[str, ...]) -> tuple[Array, ...
     is_manual = set(axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)  # else `vmap` has named the axis
     gathered = jnp.moveaxis(lax.all_gather(packed, axes, to="invarying" if is_manual else "varying"), 1, 0)
     return tuple(x if as_is else lax.bitcast_convert_type(x, v.dtype) for x, v in zip(gathered, values, strict=True))
+
+
+def gather_all(tree, axes: tuple[str, ...]):
+    """As `gather`, for the leaves `[rows]` and `[n, rows]` of a tree, whatever their n: still one all-gather."""
+    leaves, shape = jax.tree.flatten(tree)
+    words = [lax.bitcast_convert_type(x, jnp.int32).reshape(-1, x.shape[-1]) for x in leaves]
+    heard = gather((jnp.concatenate(words),), axes)[0]
+    ends = np.cumsum([len(x) for x in words])
+    parts = jnp.split(heard, ends[:-1], axis=1)
+    return jax.tree.unflatten(shape, [lax.bitcast_convert_type(part, x.dtype).reshape(-1, *x.shape)
+                                      for part, x in zip(parts, leaves, strict=True)])

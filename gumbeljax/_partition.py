@@ -42,6 +42,11 @@ class Call(NamedTuple):
             return P(*rows, vocabulary) if len(shape) > 1 else P(vocabulary)
         return P(*rows) if shape[:len(batch_shape)] == batch_shape else P()
 
+    def specs(self, options, batch_shape: tuple[int, ...], width: int):
+        """`spec` of every leaf of a tree of options, by its name."""
+        name_of = lambda path: str(getattr(path[-1], "name", getattr(path[-1], "key", "")))  # noqa: E731
+        return jax.tree.map_with_path(lambda path, x: self.spec(name_of(path), x.shape, batch_shape, width), options)
+
 
 def _is_explicit(sharding) -> bool:
     kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
@@ -97,10 +102,9 @@ def _compiled(call: Call):
     def run(h, w, key, row_offset, options):
         batch_shape, width = h.shape[:-1], _checks.table_of(w).shape[call.vocab_axis]
         # Bad arguments are told with the shapes that the user gave.
-        plain = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
         check = {k: v for k, v in constants.items() if k != "implementation"}
         third = {} if key is None else {"key": key}
-        jax.eval_shape(lambda options: call.fn(**options, **check), jax.tree.map(plain, {"h": h, "w": w, **third, **options}))
+        jax.eval_shape(lambda options: call.fn(**options, **check), unplaced({"h": h, "w": w, **third, **options}))
         check_axes(layout, batch_shape, width)
         w_spec = P(layout.vocabulary or None) if call.vocab_axis == 0 else P(None, layout.vocabulary or None)
         specs = (P(*layout.rows), jax.tree.map(lambda _: w_spec, w))  # the scales of a quantised w are cut with it
@@ -109,18 +113,24 @@ def _compiled(call: Call):
             words = _keys.row_keys(key, batch_shape, row_offset)
             data = jax.numpy.stack(words, axis=-1).reshape(*batch_shape, 2)
             key = jax.random.wrap_key_data(data, impl="threefry2x32")
-        arguments = (h, w, key, options)
-        name_of = lambda path: str(getattr(path[-1], "name", getattr(path[-1], "key", "")))  # noqa: E731
-        option_specs = jax.tree.map_with_path(lambda path, x: call.spec(name_of(path), x.shape, batch_shape, width), options)
-        in_specs = (*specs, None if key is None else P(*layout.rows), option_specs)
-        kinds = dict(zip(layout.mesh.axis_names, layout.mesh.axis_types, strict=True))
-        if any(kinds[name] == AxisType.Explicit for name in layout.axes):
-            put = lambda x, spec: jax.reshard(x, NamedSharding(layout.mesh, spec))  # noqa: E731
-            arguments = jax.tree.map(put, arguments, in_specs)
-        return jax.shard_map(on_shard, mesh=layout.mesh, axis_names=layout.axes, in_specs=in_specs,
-                             out_specs=P(*layout.rows))(*arguments)
+        in_specs = (*specs, None if key is None else P(*layout.rows), call.specs(options, batch_shape, width))
+        return on_shards(on_shard, layout, in_specs, P(*layout.rows), (h, w, key, options))
 
     return jax.jit(run)
+
+
+def unplaced(tree):
+    """Shapes and dtypes of a tree, without shardings."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def on_shards(fn: Callable, layout: Layout, in_specs, out_specs, arguments: tuple):
+    """A `shard_map` of the layout, whose arguments are put where it wants them. `in_specs` have a spec for every leaf."""
+    kinds = dict(zip(layout.mesh.axis_names, layout.mesh.axis_types, strict=True))
+    if any(kinds[name] == AxisType.Explicit for name in layout.axes):
+        put = lambda x, spec: jax.reshard(x, NamedSharding(layout.mesh, spec))  # noqa: E731
+        arguments = jax.tree.map(put, arguments, in_specs)
+    return jax.shard_map(fn, mesh=layout.mesh, axis_names=layout.axes, in_specs=in_specs, out_specs=out_specs)(*arguments)
 
 
 def as_operand(x, name: str):
@@ -133,27 +143,25 @@ def as_operand(x, name: str):
     return None
 
 
-def run(fn: Callable, layout: Layout, h, w, options: dict[str, Any]):
-    """`fn(h, w, **options)` on the shards of a layout; `options` are those of the whole call."""
-    vocab_axis, table = options.get("vocab_axis", 0) % 2, _checks.table_of(w)
-    arrays, constants = {}, {}
+def separate(options: Mapping[str, Any], batch_shape: tuple[int, ...], width: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of a call on a table of `width` tokens as (arrays, constants); values that are known are checked now: on the
+    shards they are not."""
+    vocab, arrays, constants = _checks.vocabulary(options.get("valid_vocab"), width), {}, {}
     for name, value in options.items():
         if name in DECIDED or value is None:
             continue
-        if name == "temperature":  # values that are known are checked now: on the shards they are not
-            _checks.temperature(value, np.shape(h)[:-1])
+        if name == "temperature":
+            _checks.temperature(value, batch_shape)
         if name == "tokens" and not isinstance(value, jax.Array):
-            value = np.asarray(_checks.token_ids(value, np.shape(h)[:-1])).reshape(np.shape(h)[:-1])
+            value = np.asarray(_checks.token_ids(value, batch_shape)).reshape(batch_shape)
         if isinstance(value, Mapping) and name in PER_TOKEN:
-            width = table.shape[vocab_axis]
-            value = _checks.dense_bias(value, name, width, _checks.vocabulary(options.get("valid_vocab"), width))
+            value = _checks.dense_bias(value, name, width, vocab)
         if isinstance(value, Processors):
             # Ids that are known are checked now, too.
             lists = {n: x for n in LISTS if (x := getattr(value, n)) is not None}
-            vocab = _checks.vocabulary(options.get("valid_vocab"), table.shape[vocab_axis])
             lists = {n: np.asarray(x, np.int32) if isinstance(x, list | tuple) and not x else x for n, x in lists.items()}
             for n, x in lists.items():
-                token_lists(x, n, np.shape(h)[:-1], vocab)
+                token_lists(x, n, batch_shape, vocab)
             fields = {n: x if x is None or isinstance(x, TokenCounts) else x if hasattr(x, "dtype") else np.asarray(x)
                       for n, x in (value._asdict() | lists).items()}
             arrays[name] = value._replace(**fields)
@@ -163,6 +171,13 @@ def run(fn: Callable, layout: Layout, h, w, options: dict[str, Any]):
             constants[name] = value
         else:
             arrays[name] = operand
+    return arrays, constants
+
+
+def run(fn: Callable, layout: Layout, h, w, options: dict[str, Any]):
+    """`fn(h, w, **options)` on the shards of a layout; `options` are those of the whole call."""
+    vocab_axis, table = options.get("vocab_axis", 0) % 2, _checks.table_of(w)
+    arrays, constants = separate(options, np.shape(h)[:-1], table.shape[vocab_axis])
     call = Call(fn, layout, vocab_axis, tuple(sorted(constants.items())))
     return _compiled(call)(h, w, options.get("key"), options.get("row_offset"), arrays)
 

@@ -2,7 +2,7 @@
 
 Every shard draws from its own ids and sends a few numbers per row; each then picks the winner of all. The bytes sent per
 row and shard: 20 for a token, 36 with its log-probabilities, 12 for a greedy token, 16 for a log-probability. Under filters
-the shards agree on the kept set first (`_cut_filters`).
+the shards agree on the kept set first (`_cut_filters`); draws without replacement are in `_cut_ranks`.
 """
 
 import jax.numpy as jnp
@@ -21,43 +21,58 @@ def to_global(ids, first):
     return jnp.where((ids < 0) | (ids == race.NO_ID), ids, ids + first)
 
 
-def local_piece(operands: Operands, keys, config: Config, num_samples: int | None, log_probs: bool) -> Piece:
-    """This shard's draw, with the noise of the whole vocabulary's ids; leaves `[rows]` or `[num_samples, rows]`."""
+def local_piece(operands: Operands, keys, config: Config, num_samples: int | None, with_model: bool, sample: int = 0) -> Piece:
+    """This shard's draw, with the noise of the whole vocabulary's ids; leaves `[rows]` or `[num_samples, rows]`. `sample`: the
+    number of a single draw."""
     h, w, t, options = operands.h, operands.w, operands.t, operands.options(config)
     stages, shape = config.stages(), config.shape_arguments()
     if num_samples is None:
-        return stages.piece(h, w, keys, t, options, with_model=log_probs, **shape)
+        return stages.piece(h, w, keys, t, options, sample=sample, with_model=with_model, **shape)
     model_mass = None
-    if log_probs:
+    if with_model:
         model_mass = stages.mass(h, w, jnp.ones_like(t), of_model(options), **shape)
     top, total = stages.groups(h, w, t, options, **shape)
     return many.pieces(h, w, keys, t, options, top, total, model_mass, num_samples=num_samples, vocab=config.vocab,
                        vocab_axis=config.vocab_axis)
 
 
+def kept_logits(operands: Operands, local: Operands, config: Config, *, with_total: bool):
+    """(model logits, processed logits that are -inf outside of the kept set, what was found) of this shard, `[width, rows]`;
+    `local` are the operands typed as varying."""
+    assert operands.filters is not None
+    model, x = filtered.all_logits(local.h, local.w, local.options(config), **config.shape_arguments())
+    found = _cut_filters.kept_set(x, operands.t, operands.filters, config.axis_name, with_total=with_total)
+    return model, jnp.where(found.kept, x, -jnp.inf), found
+
+
 def said(piece: Piece, first, log_probs: bool) -> tuple[Array, ...]:
     """What a shard whose first token is `first` sends of its draw: the arguments of `merge_draws`, without their axis 0."""
     token = to_global(piece.draw.token, first)
     numbers = (piece.won.high, piece.won.low, token, piece.won.top, piece.won.total)
-    if not log_probs:
+    if log_probs:
+        numbers = (*numbers, piece.draw.tempered_log_prob)
+    if piece.model_mass is None:
         return numbers
     mass = (jnp.broadcast_to(x, token.shape) for x in (piece.model_mass.top, piece.model_mass.total))
-    return (*numbers, piece.draw.tempered_log_prob, piece.draw.model_log_prob, *mass)
+    return (*numbers, piece.draw.model_log_prob, *mass)
 
 
-def draw(operands: Operands, keys, config: Config, *, num_samples: int | None, log_probs: bool) -> Draw:
-    """One draw from all shards. Pathwise that of one device when every shard starts at a multiple of 16."""
+def draw(operands: Operands, keys, config: Config, *, num_samples: int | None, log_probs: bool, with_model: bool | None = None,
+         sample: int = 0) -> Draw:
+    """One draw from all shards. Pathwise that of one device when every shard starts at a multiple of 16.
+
+    `with_model`: with the log-probability in the model's law too; as `log_probs` if None.
+    """
+    with_model = log_probs if with_model is None else with_model
     axes = config.axis_name
     local, keys = _mesh.vary((operands, keys), axes)
     first = _mesh.first_id(axes, config.vocab)
     keys = (*keys, jnp.full_like(keys[0], first.astype(jnp.uint32)))
     tempered_law = None
     if operands.filters is None:
-        piece = local_piece(local, keys, config, num_samples, log_probs)
+        piece = local_piece(local, keys, config, num_samples, with_model, sample)
     else:
-        model, x = filtered.all_logits(local.h, local.w, local.options(config), **config.shape_arguments())
-        tempered_law = _cut_filters.kept_set(x, operands.t, operands.filters, axes, with_total=log_probs)
-        kept = jnp.where(tempered_law.kept, x, -jnp.inf)
+        model, kept, tempered_law = kept_logits(operands, local, config, with_total=log_probs)
         piece = filtered.race_in(kept, keys, local.t, vocab=config.vocab, num_samples=num_samples)
         if log_probs:
             own, mass = filtered.with_model(piece.draw, model)
@@ -85,6 +100,7 @@ def merge_draws(high, low, token, top, total, tempered=None, model=None, model_t
     nothing = jnp.zeros_like(all_top)
     if tempered is not None:
         tempered = jnp.where(ok & (t == 0.0), 0.0, of_all(tempered, top, total, t))
+    if model is not None:
         model = of_all(model, model_top, model_total, jnp.float32(1.0))
     tempered = nothing if tempered is None else tempered
     return Draw(jnp.where(ok, best, -1), nothing if model is None else model, tempered, tempered,

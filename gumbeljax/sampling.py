@@ -33,7 +33,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from gumbeljax import _checks, _mesh, _shards, categorical
+from gumbeljax import _checks, _cut_ranks, _mesh, _shards, categorical
 from gumbeljax._call import Config, Operands, plain_broadcasting, prepare, prepare_logits
 from gumbeljax._keys import row_keys, typed_key, wrong_shape
 from gumbeljax._partition import follows_shardings
@@ -50,6 +50,8 @@ MAX_SAMPLES = 2**23  # the noise streams of one purpose
 @functools.partial(jax.jit, static_argnames=("config", "num_samples", "replace", "log_probs"))
 def _draw(operands: Operands, keys, *, config: Config, num_samples, replace, log_probs) -> Draw:
     """Leaves `[rows]`, or `[num_samples, rows]`."""
+    if config.axis_name and not replace:
+        return _cut_ranks.rank(operands, keys, config, num_samples=num_samples, log_probs=log_probs)
     if config.axis_name:
         return _shards.draw(operands, keys, config, num_samples=num_samples, log_probs=log_probs)
     operands, keys = _mesh.vary((operands, keys))
@@ -82,15 +84,16 @@ def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mo
         raise ValueError("replace must be True for a single draw; got False: pass num_samples, or leave replace out.")
     if num_samples is not None:
         num_samples = _checks.count(num_samples, "num_samples")
-        if not replace and num_samples > config.vocab:
-            raise ValueError(f"num_samples must be at most the number of tokens, {config.vocab}, when replace=False; "
+        vocab = config.all_vocab or config.vocab
+        if not replace and num_samples > vocab:
+            raise ValueError(f"num_samples must be at most the number of tokens, {vocab}, when replace=False; "
                              f"got {num_samples}.")
         if num_samples > MAX_SAMPLES:
             raise ValueError(f"num_samples must be at most {MAX_SAMPLES}, the samples that have noise of their own; "
                              f"got {num_samples}: draw the rest with another key.")
-    if config.axis_name and (method != "grouped" or not replace):
-        raise NotImplementedError("axis_name is for method='grouped' with replacement; got "
-                                  f"{f'method={method!r}' if replace else 'replace=False'}: gather w and leave axis_name out.")
+    if config.axis_name and method != "grouped":
+        raise NotImplementedError(f"axis_name is for method='grouped'; got method={method!r}: gather w and leave axis_name "
+                                  "out.")
     _mesh.check_rows(operands.h, key, row_offset, config.axis_name)
     rows = operands.h.shape[0]
     out_shape = batch_shape if num_samples is None else (*batch_shape, num_samples)

@@ -48,14 +48,17 @@ def log_law(x, ids, side: Side):
     return jnp.where(ids == known.token, known.token_log_prob, jnp.where(t == 0.0, -jnp.inf, log_prob))
 
 
+def logits_at(side: Side, ids):
+    """Processed logits of token ids `[n, rows]` inside the vocabulary."""
+    own = rows_of(side.options, ids)
+    model = model_logits(token_logits(side.h, side.w, ids, side.vocab_axis), own.scale, own.soft_cap, own.weight_scale)
+    return processed_logits(model, own)
+
+
 def log_law_at(side: Side, ids, vocab):
     """Log-probabilities of the token ids `[n, rows]`; ids outside the vocabulary are clipped into it."""
     ids = jnp.clip(ids, 0, vocab - 1)
-    if side.h is None:
-        return log_law(None, ids, side)
-    own = rows_of(side.options, ids)
-    model = model_logits(token_logits(side.h, side.w, ids, side.vocab_axis), own.scale, own.soft_cap, own.weight_scale)
-    return log_law(processed_logits(model, own), ids, side)
+    return log_law(None if side.h is None else logits_at(side, ids), ids, side)
 
 
 def log_law_block(side: Side, start, size):
@@ -98,9 +101,10 @@ def residual_mass(target: Side, draft: Side, factor, *, vocab, block=None):
 
 
 def residual_draw(target: Side, draft: Side, factor, keys, *, sample, vocab, block=None):
-    """(token, its log p, mass) drawn from `max(p - factor * q, 0)` by the grouped race: one pass over both tables.
+    """(race, token, its log p): a draw from `max(p - factor * q, 0)` by the grouped race, in one pass over both tables.
 
-    Where the mass is 0 the token means nothing.
+    Where the mass, `total * exp(top)` of the race, is 0 the token means nothing. In a shard of a vocabulary, whose first id is
+    the third of `keys`, ids are the shard's own, those of the normalisers too.
     """
     one = jnp.float32(1.0)
 
@@ -119,4 +123,4 @@ def choose_in_group(target: Side, draft: Side, factor, keys, won: race.Race, *, 
     ids, log_p = log_law_group(target, first, vocab)
     r = log_residual(log_p, log_law_group(draft, first, vocab)[1], factor)
     token = race.choose(race.token_scores(r, keys, sample, one, ids), ids)
-    return token, jnp.sum(jnp.where(ids == token, log_p, 0.0), axis=0), won.total * jnp.exp(won.top)
+    return won, token, jnp.sum(jnp.where(ids == token, log_p, 0.0), axis=0)

@@ -6,6 +6,8 @@ Source: W. Kool, H. van Hoof, M. Welling, "Stochastic beams and where to find th
 their maximum).
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -63,11 +65,30 @@ def conditioning(x, best):
     return jnp.where(gap == 0.0, 0.0, -c - jax.nn.softplus(x - best - c)), gap == 0.0
 
 
-def without_replacement(h, w, keys, t, options: Elementwise, top, total, model_mass, *, num_samples, vocab,
-                        vocab_axis=0) -> Draw:
-    """`num_samples` distinct tokens per row in Plackett-Luce order; leaves `[num_samples, rows]`.
+class Ranked(NamedTuple):
+    """Tokens with the best scores `high + low`, in order; leaves `[n, rows]`. `high` is -inf behind the last that has mass."""
 
-    The k best tokens lie in the k groups with the best scores. When fewer tokens have mass, the rest is marked -1.
+    high: Any
+    low: Any
+    token: Any
+    model: Any  # the model's logit
+    tempered: Any  # log-probability in the law of the vocabulary, or of the shard, that was ranked
+
+
+def in_order(ranked: Ranked, num_samples: int) -> Ranked:
+    """The `num_samples` best of more or fewer tokens, of equal scores the lowest id first."""
+    order = lax.sort((-ranked.high, -ranked.low, *ranked[2:]), dimension=0, num_keys=3)
+    short = max(0, num_samples - order[0].shape[0])
+    fill = Ranked(jnp.inf, 0.0, -1, 0.0, 0.0)
+    high, low, *others = (jnp.pad(a[:num_samples], ((0, short), (0, 0)), constant_values=v)
+                          for a, v in zip(order, fill, strict=True))
+    return Ranked(-high, -low, *others)
+
+
+def rank(h, w, keys, t, options: Elementwise, top, total, *, num_samples, vocab, vocab_axis=0) -> Ranked:
+    """The `num_samples` best tokens of a vocabulary or of a shard of it, from the (top, total) of its groups.
+
+    The k best tokens lie in the k groups with the best scores.
     """
     rows, k = top.shape[1], min(num_samples, top.shape[0])
     all_top, all_total = race.mass_of(top, total, t)
@@ -92,18 +113,25 @@ def without_replacement(h, w, keys, t, options: Elementwise, top, total, model_m
 
     group_log_prob = (group_top - all_top) * inverse_temperature(t) + jnp.log(group_total) - jnp.log(all_total)
     tempered = group_log_prob + log_probs_in_group(x, t)
-    flat = lambda a: a.reshape(-1, rows)  # noqa: E731
-    order = lax.sort((-flat(high), -flat(low), flat(ids), flat(model), flat(tempered)), dimension=0, num_keys=3)
-    best_high, _, token, model, tempered = (a[:num_samples] for a in order)
-    if (short := num_samples - token.shape[0]) > 0:
-        pad = lambda a, v: jnp.pad(a, ((0, short), (0, 0)), constant_values=v)  # noqa: E731
-        best_high, token, model, tempered = pad(best_high, jnp.inf), pad(token, -1), pad(model, 0), pad(tempered, 0)
+    return in_order(Ranked(*(a.reshape(-1, rows) for a in (high, low, ids, model, tempered))), num_samples)
 
-    ok = has_law(all_top, all_total) & (best_high < jnp.inf)
-    rank = lax.broadcasted_iota(jnp.int32, token.shape, 0)
-    tempered = jnp.where(t == 0.0, jnp.where(rank == 0, 0.0, -jnp.inf), tempered)
-    model = jnp.zeros_like(model) if model_mass is None else model - model_mass.top - jnp.log(model_mass.total)
+
+def draw_of(ranked: Ranked, top, total, model_mass, t) -> Draw:
+    """What is said of ranked tokens, from the masses (top, total) of the law they were drawn from and of the model's."""
+    ok = has_law(top, total) & (ranked.high > -jnp.inf)
+    place = lax.broadcasted_iota(jnp.int32, ranked.token.shape, 0)
+    tempered = jnp.where(t == 0.0, jnp.where(place == 0, 0.0, -jnp.inf), ranked.tempered)
+    model = jnp.zeros_like(ranked.model) if model_mass is None else ranked.model - model_mass.top - jnp.log(model_mass.total)
     nan_unless = lambda value: jnp.where(ok, value, jnp.nan)  # noqa: E731
-    log_normalizer = jnp.broadcast_to(log_normalizer_of(all_top, all_total, t), token.shape)
-    return Draw(jnp.where(ok, token, -1), nan_unless(model), nan_unless(tempered), nan_unless(tempered),
+    log_normalizer = jnp.broadcast_to(log_normalizer_of(top, total, t), ranked.token.shape)
+    return Draw(jnp.where(ok, ranked.token, -1), nan_unless(model), nan_unless(tempered), nan_unless(tempered),
                 nan_unless(log_normalizer))
+
+
+def without_replacement(h, w, keys, t, options: Elementwise, top, total, model_mass, **shape) -> Draw:
+    """`num_samples` distinct tokens per row in Plackett-Luce order; leaves `[num_samples, rows]`.
+
+    When fewer tokens have mass, the rest is marked -1.
+    """
+    ranked = rank(h, w, keys, t, options, top, total, **shape)
+    return draw_of(ranked, *race.mass_of(top, total, t), model_mass, t)

@@ -72,7 +72,7 @@ def last(steps: Iterator, value: Any = None) -> Any:
     return value
 
 
-def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_model, tiles, num_sms):
+def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_model, tiles, num_sms, sample=0):
     """Runs the kernel; the leaves of a race (high, low, top, total[, model total], winner) or a mass (top, total, argmax), each
     `[pieces of the vocabulary, rows padded to whole tiles]`, and after a race the model logits of each winning group
     `[pieces, rows, 16]`.
@@ -95,7 +95,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     if row_tiles > num_sms:
         whole = row_tiles // pair // 2 * pair * cta_m
         parts = [launch(h[part], w, keys and tuple(x[part] for x in keys), t[part], options, mgpu=mgpu, wanted=wanted,
-                        vocab=vocab, vocab_axis=vocab_axis, with_model=with_model, tiles=tiles, num_sms=num_sms)
+                        vocab=vocab, vocab_axis=vocab_axis, with_model=with_model, tiles=tiles, num_sms=num_sms, sample=sample)
                  for part in (slice(0, whole), slice(whole, None))]
         return [jnp.concatenate(part, 1) for part in zip(*parts, strict=True)]
     rows = row_tiles * cta_m
@@ -178,7 +178,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                 my_t, scale = (lax.bitcast_convert_type(v, jnp.float32) for v in mine[:2])
                 if wanted == "mass":
                     return mass_steps(tile, scale, best)
-                return race_steps(mgpu, tile, my_t, scale, mine[2:], best)
+                return race_steps(mgpu, tile, my_t, scale, mine[2:], sample, best)
 
             def multiply_tile(turn, carry):
                 """The raw logits of a tile; meanwhile, the draw from those of the tile before."""
@@ -257,7 +257,7 @@ def piece(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, sample=0, v
     del precision  # products of 16-bit floats are exact in float32
     high, low, top, total, *model, winner, logits = launch(
         h, w, keys, t, options, mgpu=mgpu, wanted="race", vocab=vocab, vocab_axis=vocab_axis, with_model=with_model,
-        tiles=tiles, num_sms=num_sms)
+        tiles=tiles, num_sms=num_sms, sample=sample)
     return triton_merge.merge(keys, t, race.Race(high, low, winner, top, total), model[0] if with_model else None, logits,
                               plt=plt, vocab=vocab, sample=sample)
 

@@ -55,7 +55,7 @@ def merged_totals(old_top, new_top, old, new, scales):
                  for a, b, scale in zip(old, new, scales, strict=True)]
 
 
-def race_steps(mgpu, tile: Tile, t, scale, words, best):
+def race_steps(mgpu, tile: Tile, t, scale, words, sample, best):
     """Adds the race over a tile to `best`, as `race.race_of` and `race.merge`. `scale` is `log2(e) / T`.
 
     `best` is what the tiles before said, row vectors: (high, low, top, total[, model total], winner), and the winner's logits
@@ -78,7 +78,7 @@ def race_steps(mgpu, tile: Tile, t, scale, words, best):
         yield
     tops, *totals = (mgpu.layout_cast(v, mgpu.Layout.WGMMA) for v in (tops, *totals))
     ids = race.global_ids((None, None, *map(spread, words[2:])), tile.first_id + noise.GROUP * column)
-    stream = jnp.full(shape, noise.stream(noise.DRAW, 0, noise.GROUP_LEVEL))
+    stream = jnp.full(shape, noise.stream(noise.DRAW, sample, noise.GROUP_LEVEL))
     gumbel = noise.gumbel(spread(words[0]), spread(words[1]), stream, ids)
     yield
     high, low = race.scores(tops, totals[0], gumbel, spread(t))

@@ -14,19 +14,20 @@ from tests import heads, oracles
 mgpu, plt = _compat.pallas_mosaic(), _compat.pallas_triton()
 
 
-def mosaic_stage1(h, w, words, t, options, *, vocab, vocab_axis=0, tiles=None, wanted="race", num_sms=1):
+def mosaic_stage1(h, w, words, t, options, *, vocab, vocab_axis=0, tiles=None, wanted="race", num_sms=1, sample=0):
     """What the Mosaic GPU kernel returns under its interpreter, for the rows that exist."""
     with mgpu.force_gpu_interpret_mode(mgpu.InterpretGPUParams()):
         out = mosaic.launch(h, w, words, t, options, mgpu=mgpu, wanted=wanted, vocab=vocab, vocab_axis=vocab_axis,
-                            with_model=wanted == "race", tiles=tiles, num_sms=num_sms)
+                            with_model=wanted == "race", tiles=tiles, num_sms=num_sms, sample=sample)
     return [x[:, :h.shape[0]] for x in out]
 
 
-def mosaic_piece(h, w, words, t, options, *, vocab, **table):
+def mosaic_piece(h, w, words, t, options, *, vocab, sample=0, **table):
     """Both stages, the second under Triton's interpreter."""
-    high, low, top, total, model, winner, logits = mosaic_stage1(h, w, words, t, options, vocab=vocab, **table)
+    high, low, top, total, model, winner, logits = mosaic_stage1(h, w, words, t, options, vocab=vocab, sample=sample,
+                                                                      **table)
     return triton_merge.merge(words, t, race.Race(high, low, winner, top, total), model, logits, plt=plt, vocab=vocab,
-                              interpret=True)
+                              sample=sample, interpret=True)
 
 
 @pytest.mark.parametrize("vocab_axis, rows, num_sms, tiles", [
@@ -83,6 +84,18 @@ def test_vmap_of_mosaic():
         mapped, single = jax.vmap(race_of)(h, words), [race_of(h[i], words[i]) for i in range(2)]
     for leaf, *alone in zip(mapped, *single, strict=True):
         np.testing.assert_array_equal(leaf[:, :, :5], jnp.stack(alone)[:, :, :5])
+
+
+@pytest.mark.parametrize("sample", [3, 2 * 2**23])
+def test_a_sample_draws_with_its_own_noise(sample):
+    """Verification draws its candidates with the samples of another purpose."""
+    h, w = heads.exact_head(512, 64, 40, jnp.bfloat16)
+    _, words = heads.keys_of(2, 40)
+    out = mosaic_piece(h, w, tuple(jnp.asarray(words.T)), jnp.ones(40), Elementwise(), vocab=512, sample=sample).draw
+    logits = heads.exact_logits(h, w)
+    heads.assert_pathwise(out.token, logits, words, sample=sample)
+    np.testing.assert_allclose(out.tempered_log_prob, oracles.log_softmax(logits, np.ones(40))[np.arange(40), out.token],
+                               atol=2e-5)
 
 
 def test_a_shard_draws_with_the_noise_of_its_own_ids():

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 
 from gumbeljax._call import Config, Operands
 from gumbeljax._typing import Array
+from gumbeljax.speculative import cut
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def verify_drafts(target: Operands, tokens: Array, lens: Array, keys, *, config: Config):
     """(tokens, num_accepted, log_probs) of drafts `[requests, draft_len]`; keys are two words `[requests * positions]`."""
     requests, draft_len = tokens.shape
-    drawn = config.stages().draw(target.h, target.w, keys, target.t, target.options(config), with_model=False,
-                                 **config.shape_arguments())
+    drawn = cut.draw(target, config, keys, sample=0)
     token, log_prob = (x.reshape(requests, draft_len + 1) for x in (drawn.token, drawn.processed_log_prob))
     agree = (tokens == token[:, :-1]) & (tokens >= 0) & (jnp.arange(draft_len) < lens[:, None])
     num_accepted = jnp.sum(jnp.cumprod(agree, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)

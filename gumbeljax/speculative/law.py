@@ -9,10 +9,7 @@ import numpy as np
 
 from gumbeljax import _checks
 from gumbeljax._call import Config, Operands, plain_broadcasting, prepare, prepare_logits
-from gumbeljax._compat import varying
 from gumbeljax._keys import as_threefry, typed_key
-from gumbeljax._mesh import quoted
-from gumbeljax._partition import explicit_layout
 from gumbeljax._tuning import Tuning
 from gumbeljax._typing import Array, ArrayLike, Key
 from gumbeljax.processing import Processors, TokenCounts
@@ -28,6 +25,9 @@ class Law(NamedTuple):
     has the drafted tokens before it in its counts (`position_counts`).
 
     Under `top_k`, `top_p` or `min_p` logits are stored, for a few requests at a time.
+
+    `axis_name` is for a `w` that is cut over the vocabulary, inside `jax.shard_map`, as in `gumbeljax.sample`. If one of two
+    laws is cut, each shard takes its part of the other, which may be whole: a table (that part is copied) or logits.
 
     For a draft this must be *the law that its tokens were drawn from*, temperature, mask and filters included: nothing can
     detect another one, and the output would silently follow a wrong law.
@@ -51,6 +51,7 @@ class Law(NamedTuple):
     soft_cap: float | None = None
     precision: str | jax.lax.Precision | None = None
     implementation: str | Tuning | None = None
+    axis_name: str | tuple[str, ...] | None = None
 
 
 AXES = {"logit_bias": 1, "mask": 1, "bias_tokens": 1, "bias_values": 1, "allowed_tokens": 1, "banned_tokens": 1,
@@ -58,11 +59,11 @@ AXES = {"logit_bias": 1, "mask": 1, "bias_tokens": 1, "bias_values": 1, "allowed
 """Axes that an option has behind those of its rows; the others have none."""
 
 
-def _spread(x, name: str, shape: tuple[int, ...]):
+def spread(x, name: str, shape: tuple[int, ...]):
     """An option given for each request, repeated for its positions; one of any other shape is left as it is."""
     tail = AXES.get(name, 0)
     if hasattr(x, "_replace"):  # processors, and the counts in them
-        return x._replace(**{field: _spread(value, field, shape) for field, value in x._asdict().items()})
+        return x._replace(**{field: spread(value, field, shape) for field, value in x._asdict().items()})
     if x is None or isinstance(x, dict | str) or np.ndim(x) != len(shape) - 1 + tail or len(shape) == 1:
         return x
     x = x if hasattr(x, "dtype") else np.asarray(x)
@@ -71,17 +72,6 @@ def _spread(x, name: str, shape: tuple[int, ...]):
     xp = np if isinstance(x, np.ndarray) else jnp  # numpy keeps 64 bits and concrete values for the checks
     x = xp.expand_dims(x, len(shape) - 1)
     return xp.broadcast_to(x, (*shape, *x.shape[len(shape):]))
-
-
-def _check_whole(h, w, name: str, vocab_axis: int) -> None:
-    """Refuses a table whose type says that it is cut over devices."""
-    w = _checks.table_of(w)
-    axes = varying(w)
-    if not axes and np.ndim(w) == 2 and vocab_axis in (0, 1, -1, -2) and (layout := explicit_layout(h, w, vocab_axis % 2)):
-        axes = frozenset(layout.vocabulary)
-    if axes:
-        raise NotImplementedError(f"{name} must have a w that is whole on every device; got one that is cut over {quoted(axes)}"
-                                  ": gather it, or pass the law as logits.")
 
 
 def prepare_law(law: Law, name: str) -> tuple[Operands, Config, tuple[int, ...]]:
@@ -94,12 +84,14 @@ def prepare_law(law: Law, name: str) -> tuple[Operands, Config, tuple[int, ...]]
                          f"got shape {list(h.shape)}: give every position its own row.")
     shape = h.shape[:-1]
     options: dict[str, Any] = law._asdict()
-    head = {x: options.pop(x) for x in ("vocab_axis", "scale", "soft_cap", "precision", "implementation")}
+    head = {x: options.pop(x) for x in ("vocab_axis", "scale", "soft_cap", "precision", "implementation", "axis_name")}
     del options["h"], options["w"]
-    options: dict[str, Any] = {x: _spread(value, x, shape) for x, value in options.items()}
+    options: dict[str, Any] = {x: spread(value, x, shape) for x, value in options.items()}
     if law.w is not None:
-        _check_whole(h, law.w, name, law.vocab_axis)
         return prepare(h, law.w, **options, **head)
+    if law.axis_name:
+        raise ValueError(f"{name} must have no axis_name when it is given as logits; got {law.axis_name!r}: give every shard "
+                         "all logits.")
     if law.scale is not None or law.soft_cap is not None:
         raise ValueError(f"{name} must have no scale and no soft_cap when it is given as logits; got scale={law.scale}, "
                          f"soft_cap={law.soft_cap}: apply them to the logits.")

@@ -9,9 +9,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gumbeljax import _shards
 from gumbeljax._call import Config, Operands
 from gumbeljax._implementation import Stages
 from gumbeljax._typing import Array
+from gumbeljax.speculative import cut
 from pallas_kernels import dual, noise, xla
 from pallas_kernels.finish import has_law
 from pallas_kernels.logits import Elementwise
@@ -72,8 +74,7 @@ def _rows_of(side: dual.Side, rows: Array) -> dual.Side:
 
 def target_side(operands: Operands, config: Config, keys) -> dual.Side:
     """One pass over the target's table: p's normaliser, and a token drawn from p (-1 without a law), at every row."""
-    drawn = config.stages().draw(operands.h, operands.w, keys, operands.t, operands.options(config), sample=FROM_TARGET,
-                                 **config.shape_arguments())
+    drawn = cut.draw(operands, config, keys, sample=FROM_TARGET)
     zero = jnp.zeros_like(drawn.log_normalizer)
     return _side(operands, config, dual.Normalizer(drawn.log_normalizer, zero, drawn.token, drawn.processed_log_prob))
 
@@ -83,19 +84,19 @@ def draft_side(operands: Operands | None, config: Config | None, tokens: Array) 
     if operands is None or config is None:
         zero = jnp.zeros(tokens.shape, jnp.float32)
         return dual.Side(None, None, zero, Elementwise(), dual.Normalizer(zero, zero, tokens, zero)), tokens >= 0
-    mass = config.stages().mass(operands.h, operands.w, operands.t, operands.options(config), **config.shape_arguments())
+    mass = _shards.mass(operands, config)
     log_total = jnp.log(mass.total)
     known = jnp.where(operands.t == 0.0, 0.0, -log_total)
     side = _side(operands, config, dual.Normalizer(mass.top, log_total, mass.argmax, known))
     return side, has_law(mass.top, mass.total)
 
 
-def levels(target: dual.Side, draft: dual.Side, num_chains: int, vocab: int, stages: Stages) -> tuple[Array, Array]:
+def levels(target: dual.Side, draft: dual.Side, num_chains: int, config: Config, stages: Stages) -> tuple[Array, Array]:
     """(C_m for m = 0 .. N, R_m for m = 0 .. N - 1), `[levels, rows]`: N - 1 passes over both tables."""
     zero = jnp.zeros(target.t.shape, jnp.float32)
     factors, masses = [zero, zero + 1.0], [zero + 1.0]
     for _ in range(num_chains - 1):
-        masses.append(stages.residual_mass(target, draft, factors[-1], vocab=vocab))
+        masses.append(cut.residual_mass(target, draft, factors[-1], config, stages))
         factors.append(factors[-1] + masses[-1])
     return jnp.stack(factors), jnp.stack(masses)
 
@@ -154,7 +155,7 @@ def walk(tokens: Array, scores: Scores, coins: Array) -> Stop:
     return Stop(*(jnp.where(going, new, old) for new, old in zip(whole, stop, strict=True)))
 
 
-def _score(target: dual.Side, q: dual.Side, exists: Array, tokens: Array, lens: Array, rows: Array, vocab: int,
+def _score(target: dual.Side, q: dual.Side, exists: Array, tokens: Array, lens: Array, rows: Array, config: Config,
            stages: Stages) -> Scores:
     """Log-probabilities of the drafted tokens under both laws: the draft's side has the rows of `tokens`, flattened, the
     target's those of `rows [requests, chains, positions]`, which also has the position behind each draft."""
@@ -163,14 +164,14 @@ def _score(target: dual.Side, q: dual.Side, exists: Array, tokens: Array, lens: 
         one = jnp.ones((1, tokens.size), jnp.float32)
         factors, masses = jnp.concatenate([0 * one, one]), one
     else:
-        factors, masses = levels(_rows_of(target, rows[..., :-1].reshape(-1)), q, shape[1], vocab, stages)
+        factors, masses = levels(_rows_of(target, rows[..., :-1].reshape(-1)), q, shape[1], config, stages)
     # The target is asked at all positions, so that no part of its hidden states is copied.
-    everywhere = jnp.pad(tokens, ((0, 0), (0, 0), (0, 1))).reshape(1, -1)
-    log_p = dual.log_law_at(target, everywhere, vocab).reshape(rows.shape)[..., :-1]
-    log_q = dual.log_law_at(q, tokens.reshape(1, -1), vocab).reshape(shape)
+    everywhere = jnp.pad(tokens, ((0, 0), (0, 0), (0, 1)))
+    log_p, log_q = cut.log_laws_at([target, q], [everywhere.reshape(-1), tokens.reshape(-1)], config)
+    log_p, log_q = log_p.reshape(rows.shape)[..., :-1], log_q.reshape(shape)
     # A draft ends before the first token that does not exist or has no law: there the target draws freely.
     has_target = target.normalizer.token.reshape(rows.shape)[..., :-1] >= 0
-    real = (tokens >= 0) & (tokens < vocab) & exists.reshape(shape) & has_target
+    real = (tokens >= 0) & (tokens < cut.num_tokens(config)) & exists.reshape(shape) & has_target
     real &= jnp.arange(shape[-1]) < lens[..., None]
     proposed = jnp.cumprod(real, axis=-1, dtype=jnp.int32) > 0
     return Scores(proposed, log_p, log_q, factors.reshape(-1, *shape), masses.reshape(-1, *shape))
@@ -181,7 +182,7 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
                   draft_config: Config | None) -> Outcome:
     """Verifies `tokens [requests, chains, draft_len]`; keys are two words `[requests, positions]`."""
     requests, num_chains, draft_len = tokens.shape
-    positions, vocab = draft_len + 1, target_config.vocab
+    positions, config = draft_len + 1, target_config
     spread = lambda x: jnp.broadcast_to(x[:, None], (requests, num_chains, positions)).reshape(-1)  # noqa: E731
     p = target_side(target, target_config, tuple(map(spread, keys)))
     if draft_len == 0:
@@ -194,7 +195,7 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
         p = p._replace(normalizer=normalizer)
     q, exists = draft_side(draft, draft_config, tokens.reshape(-1))
     stages = stages_of_both(target_config, draft_config)
-    scores = _score(p, q, exists, tokens, lens, rows, vocab, stages)
+    scores = _score(p, q, exists, tokens, lens, rows, config, stages)
     coins = log_coins(keys, num_chains)
     stop = walk_one(scores, coins) if num_chains == 1 else walk(tokens, scores, coins)
 
@@ -205,14 +206,14 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
     factor = jnp.where(stop.level > 0, _at_level(scores.factors[:, request, stop.chain, place], stop.level), 0.0)
     keys = tuple(x[request, stop.position] for x in keys)
     token, log_p = p.normalizer.token, p.normalizer.token_log_prob
-    log_q = dual.log_law_at(q, token[None], vocab)[0]
+    log_q, = cut.log_laws_at([q], [token], config)
     # Greedy rows have one token to be drawn, whatever q says of it.
     coin = coins[-1, request, stop.position]
     kept = (stop.level == 0) | (p.t == 0.0) | (coin < dual.log_residual(log_p, log_q, factor) - log_p)
     again = ~kept & (token >= 0)
 
     def draw(_):
-        return stages.residual_draw(p, q, factor, keys, sample=FROM_RESIDUAL, vocab=vocab)
+        return cut.residual_draw(p, q, factor, keys, config, stages, sample=FROM_RESIDUAL)
 
     zero = jnp.zeros_like(log_p)
     other, log_p_other, mass = jax.lax.cond(jnp.any(again), draw, lambda _: (jnp.zeros_like(token), zero, zero), None)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gumbeljax import _mesh, _shards
 from gumbeljax._call import Config, Operands
 from gumbeljax._typing import Array
 from gumbeljax.speculative import coupled, leviathan
@@ -17,11 +18,16 @@ LOGITS = 2**26  # of both laws alive at a time, unless one request has more
 
 
 def _stored(operands: Operands, config: Config) -> tuple[Operands, Config]:
-    """The law as logits: -inf outside the kept set."""
-    x = filtered.all_logits(operands.h, operands.w, operands.options(config), **config.shape_arguments())[1]
-    if operands.filters is not None:
-        x = jnp.where(kept_set(x, operands.t, operands.filters, by_row=config.by_row), x, -jnp.inf)
-    plain = Config("xla", config.device, config.vocab, 0, None, None, None)
+    """The law as logits, or a shard's part of them: -inf outside the kept set."""
+    axes = config.axis_name
+    local = _mesh.vary(operands, axes) if axes else operands
+    if axes and operands.filters is not None:
+        x = _shards.kept_logits(operands, local, config, with_total=False)[1]
+    else:
+        x = filtered.all_logits(local.h, local.w, local.options(config), **config.shape_arguments())[1]
+        if operands.filters is not None:
+            x = jnp.where(kept_set(x, operands.t, operands.filters, by_row=config.by_row), x, -jnp.inf)
+    plain = Config("xla", config.device, config.vocab, 0, None, None, None, axes, all_vocab=config.all_vocab)
     return Operands(x.T, None, operands.t, None, None, None, None, None), plain
 
 
@@ -35,7 +41,7 @@ def _split(x: Array, requests: int, chunk: int) -> Array:
 def _apart(operands: Operands) -> tuple[Operands, dict[str, Any]]:
     """The operands without what all rows share, and that."""
     fields = operands._asdict()
-    once = {"w", *(name for name in DENSE if fields[name] is not None and fields[name].ndim == 1)}
+    once = {"w", "valid", *(name for name in DENSE if fields[name] is not None and fields[name].ndim == 1)}
     return operands._replace(**dict.fromkeys(once)), {name: fields[name] for name in once}
 
 

@@ -31,16 +31,19 @@ C. Chen et al., "Accelerating large language model decoding with speculative sam
 "SpecInfer", ASPLOS 2024 (several chains).
 """
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from gumbeljax._call import plain_broadcasting
 from gumbeljax._keys import row_keys
+from gumbeljax._mesh import check_rows
 from gumbeljax._typing import Array, ArrayLike, Key
-from gumbeljax.speculative import coupled, leviathan, stored
+from gumbeljax.speculative import coupled, cut, leviathan, stored
 from gumbeljax.speculative.law import Law, check_drafts, prepare_law
 from gumbeljax.speculative.leviathan import Outcome
+from gumbeljax.speculative.partition import on_shards
 
 
 class Verification(NamedTuple):
@@ -76,11 +79,14 @@ def _run(target: Law, draft: Law | None, draft_tokens, key: Key, draft_lens, cha
         if q_shape != (*shape[:-1], shape[-1] - 1):
             raise ValueError(f"draft must have the positions of draft_tokens, {[*shape[:-1], shape[-1] - 1]}; got "
                              f"{list(q_shape)}: pass the law that each token was drawn from.")
-        if q_config.vocab != p_config.vocab:
-            raise ValueError(f"draft must have as many tokens as the target, {p_config.vocab}; got {q_config.vocab}: cut the "
-                             "padding of the wider table with valid_vocab.")
+        if cut.num_tokens(q_config) != cut.num_tokens(p_config):
+            raise ValueError(f"draft must have as many tokens as the target, {cut.num_tokens(p_config)}; got "
+                             f"{cut.num_tokens(q_config)}: cut the padding of the wider table with valid_vocab.")
         if shape[-1] == 1:  # nothing was drafted
             q, q_config = None, None
+    (p, p_config), (q, q_config) = cut.agree((p, p_config), (q, q_config))
+    cut.check_shared(p_config.axis_name, draft_tokens=drafts.tokens, draft_lens=drafts.lens)
+    check_rows(p.h, key, None, p_config.axis_name, way_out="one key per position")
     positions = (*drafts.batch_shape, shape[-1])
     keys = tuple(x.reshape(-1, shape[-1]) for x in row_keys(key, positions))  # a target has at least one position
     if drafts.tokens.shape[0] == 0:
@@ -93,6 +99,9 @@ def _run(target: Law, draft: Law | None, draft_tokens, key: Key, draft_lens, cha
     return Outcome(*(x.reshape(*drafts.batch_shape, *x.shape[1:]) for x in out))
 
 
+verify_one, verify_several = (functools.partial(_run, chains=chains) for chains in (False, True))
+
+
 def verify(target: Law, draft: Law | None, draft_tokens: ArrayLike, key: Key, *,
            draft_lens: ArrayLike | None = None) -> Verification:
     """Accepts or rejects drafted tokens so that the output follows the target's law.
@@ -100,6 +109,9 @@ def verify(target: Law, draft: Law | None, draft_tokens: ArrayLike, key: Key, *,
     Exact in distribution, for every draft that did not look at the target's noise: the tokens of a block are distributed as
     the target alone would have drawn them one by one (up to the rounding of float32 log-probabilities). Greedy targets
     (temperature 0) give the tokens of greedy decoding. `verify_coupled` is pathwise exact, and accepts a little less.
+
+    Of tables that are cut over the vocabulary (`Law.axis_name` in `jax.shard_map`, or explicit axes) a few numbers per position
+    move, and the tokens are those of one device, near-ties of coins and scores within the rounding of sums aside.
 
     Given as hidden states, neither law's logits are written to memory: one pass over each table, then one over both at one
     position per row, when a row needs it. (Filters do need logits: a few requests' at a time.) Everything is traced, so
@@ -130,7 +142,8 @@ def verify(target: Law, draft: Law | None, draft_tokens: ArrayLike, key: Key, *,
 
     Source: Y. Leviathan, M. Kalman, Y. Matias, "Fast inference from transformers via speculative decoding", ICML 2023.
     """
-    return Verification(*_run(target, draft, draft_tokens, key, draft_lens, chains=False)[:3])
+    out = on_shards(verify_one, target, draft, draft_tokens, key, draft_lens, inner=1)
+    return Verification(*(verify_one(target, draft, draft_tokens, key, draft_lens) if out is None else out)[:3])
 
 
 def verify_chains(target: Law, draft: Law, draft_tokens: ArrayLike, key: Key, *,
@@ -165,7 +178,8 @@ def verify_chains(target: Law, draft: Law, draft_tokens: ArrayLike, key: Key, *,
     if draft is None:
         raise TypeError("draft must be the Law that the chains were drawn from; got None: chains that are not drawn have no "
                         "common law, so use verify with one of them.")
-    return ChainsVerification(*_run(target, draft, draft_tokens, key, draft_lens, chains=True))
+    out = on_shards(verify_several, target, draft, draft_tokens, key, draft_lens, inner=2)
+    return ChainsVerification(*(verify_several(target, draft, draft_tokens, key, draft_lens) if out is None else out))
 
 
 def verify_coupled(target: Law, draft_tokens: ArrayLike, key: Key, *, draft_lens: ArrayLike | None = None) -> Verification:
@@ -198,8 +212,15 @@ def verify_coupled(target: Law, draft_tokens: ArrayLike, key: Key, *, draft_lens
     Source: M. Daliri, C. Musco, A. T. Suresh, "Coupling without communication and drafter-invariant speculative decoding",
     arXiv 2408.07978.
     """
+    out = on_shards(_run_coupled, target, None, draft_tokens, key, draft_lens, inner=1)
+    return _run_coupled(target, None, draft_tokens, key, draft_lens) if out is None else out
+
+
+def _run_coupled(target: Law, _, draft_tokens, key: Key, draft_lens) -> Verification:
     operands, config, shape = prepare_law(target, "target")
     drafts = check_drafts(draft_tokens, draft_lens, shape, chains=False)
+    cut.check_shared(config.axis_name, draft_tokens=drafts.tokens, draft_lens=drafts.lens)
+    check_rows(operands.h, key, None, config.axis_name, way_out="one key per position")
     keys = row_keys(key, shape)
     if operands.h.shape[0] == 0:
         nothing = jnp.zeros(shape, jnp.int32)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import gumbeljax
 from benchmarks.collectives import Collective, in_and_out_of_loops
-from gumbeljax import _cut_filters, sharding, speculative
+from gumbeljax import _cut_filters, sharding
 from tests import filter_oracle as oracle
 from tests import heads, knobs, statistics
 from tests.filter_oracle import Options
@@ -249,16 +249,3 @@ def test_what_is_refused():
                              out_specs=P())
         with pytest.raises(NotImplementedError, match=r"^axis_name must be None or \(\) for a law over the whole vocabulary"):
             jax.jit(call)(h, w)
-
-
-def test_verification_wants_a_whole_table():
-    h, w, _ = head(4, 256)
-    h, drafts, keys = jnp.tile(h[:, None], (1, 3, 1)), jnp.zeros((4, 2), jnp.int32), jax.random.key(0)
-    verify = lambda h, w: speculative.verify(speculative.Law(h, w, top_k=9), None, drafts, keys).tokens  # noqa: E731
-    sentence = r"^target must have a w that is whole on every device; got one that is cut over 'tp': gather it"
-    mesh = meshes.mesh_of((4,), ("tp",))
-    with pytest.raises(NotImplementedError, match=sentence):
-        jax.jit(jax.shard_map(verify, mesh=mesh, in_specs=(P(), P("tp")), out_specs=P()))(h, w)
-    with pytest.raises(NotImplementedError, match=sentence):
-        explicit = meshes.mesh_of((4,), ("tp",), jax.sharding.AxisType.Explicit)
-        jax.jit(verify)(h, jax.device_put(w, jax.sharding.NamedSharding(explicit, P("tp"))))

@@ -64,7 +64,7 @@ def kernel(
     last = jnp.minimum(length, jnp.max(position) + 1)
     first = jnp.int32(0)
     if window is not None:
-        first = jnp.maximum(jnp.min(jnp.where(is_query, position, jnp.int32(2**30))) - (window - 1), 0)
+        first = jnp.maximum(jnp.min(jnp.where(position >= 0, position, jnp.int32(2**30))) - (window - 1), 0)
     blocks = pl.cdiv(jnp.maximum(last - first, 0), tiles.slots)
     share = pl.cdiv(blocks, tiles.parts)
     begin, end = part * share, jnp.minimum((part + 1) * share, blocks)

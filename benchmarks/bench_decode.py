@@ -260,7 +260,8 @@ def main() -> None:
     for row in results:
         if profile := row.get("profile"):
             kinds = ", ".join(f"{kind} {us:.0f}" for kind, us in profile["us_by_kind"].items())
-            console.print(f"{row['head']['name']}, {row['rows']} rows, {row['sampling']}: {profile['us_per_step']:.0f} us; {kinds}")
+            cell = f"{row['head']['name']}, {row['rows']} rows, {row['sampling']}"
+            console.print(f"{cell}: {profile['us_per_step']:.0f} us a step; {kinds}")
             for kernel in profile["kernels"]:
                 console.print(f"  {kernel['us_per_step']:8.1f} us {kernel['per_step']:6.1f} x  {kernel['name']}")
 

@@ -1,7 +1,7 @@
 """What happens to queries, keys and values between their projections and attention."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,20 +51,22 @@ def _by_triton(eps, q, k, v, rope: Rope, scales, keys, values, slots: Slots):
     return out.reshape(q.shape), keys, values
 
 
-def _forward(eps, *arguments):
-    return _by_triton(eps, *arguments), arguments
+def _forward(eps, q, k, v, rope, scales, keys, values, slots):
+    return _by_triton(eps, q, k, v, rope, scales, keys, values, slots), (q, k, v, rope, scales, keys, values, slots)
 
 
 def _backward(eps, arguments, cotangents):
     *floats, slots = arguments
-    _, pullback = jax.vjp(lambda *floats: _by_xla(eps, *floats, slots), *floats)
+    _, pullback = jax.vjp(lambda *floats: _by_xla(eps, *floats, slots=slots), *floats)
     return *pullback(cotangents), None
 
 
 _by_triton.defvjp(_forward, _backward)
 
 
-def rotate_and_write(q, k, v, rope: Rope, scales, keys, values, slots: Slots, *, eps: float, implementation: str | None = None):
+def rotate_and_write(
+    q, k, v, rope: Rope, scales, keys, values, slots: Slots, *, eps: float, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Norms of q and k with the ``scales`` (None: no norms), rotary embedding, and keys and values written at ``slots``.
 
     ``q [batch, seq, num_heads, head_dim]``; one kernel on NVIDIA GPUs, unless ``implementation`` is "xla".
@@ -76,4 +78,5 @@ def rotate_and_write(q, k, v, rope: Rope, scales, keys, values, slots: Slots, *,
     is_fused = (implementation != "xla" and device.platform == "gpu" and device.compute_capability >= (8, 0)
                 and _compat.pallas_triton() is not None and triton_rotate.why_not(q) is None
                 and not any(jax.typeof(x).sharding.mesh.explicit_axes for x in (q, keys)))  # fmt: skip
-    return (_by_triton if is_fused else _by_xla)(eps, q, k, v, rope, scales, keys, values, slots)
+    run: Any = _by_triton if is_fused else _by_xla
+    return run(eps, q, k, v, rope, scales, keys, values, slots)

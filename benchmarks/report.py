@@ -224,9 +224,35 @@ def sharded_times() -> str:
     return markdown(columns, lines) + f"\n\n{source}"
 
 
+def decode_times() -> str:
+    """Milliseconds per output token."""
+    rows, source = measured("decode", "decode-*", key=lambda row: (row["sampling"],))
+    if not rows:
+        return NOTHING
+    theirs = measured("transformers", "transformers-*", key=lambda row: (row["sampling"],))
+    peer = {(row["head"]["name"], row["rows"], row["sampling"]): row for row in theirs.rows}
+    lines = []
+    for name, row in zip(first_of_each(head_name(row["head"]) for row in rows), rows, strict=True):
+        ours = median(row, "gumbeljax")
+        other = median(peer.get((row["head"]["name"], row["rows"], row["sampling"])), "generate")
+        profile = row.get("profile", {"idle_share": None, "copies_to_host": ""})
+        idle = "" if profile["idle_share"] is None else f"{100 * profile['idle_share']:.1f}%"
+        lines.append([name, str(row["rows"]), row["sampling"], milliseconds(ours), milliseconds(row["roofline"]),
+                      quotient(ours, row["roofline"]), milliseconds(median(row, "XLA idiom")),
+                      quotient(median(row, "XLA idiom"), ours), milliseconds(other), quotient(other, ours), idle,
+                      str(profile["copies_to_host"])])
+    columns = ["model's head", "rows", "sampling", "ours", "roofline", "ours / roofline", "XLA sampling", "XLA / ours",
+               "transformers", "transformers / ours", "idle", "copies to the host"]
+    return markdown(columns, lines) + f"\n\n{' '.join([source] + [theirs.source] * bool(theirs.rows))}"
+
+
+def milliseconds(t: float | None) -> str:
+    return "" if t is None else f"{1e3 * t:.2f}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "cpu-times": cpu_times, "cpu-ratios": cpu_ratios, "gpu-ratios": gpu_ratios, "gpu-times": gpu_times,
-    "torch-times": torch_times, "log-prob-times": log_prob_times,
+    "torch-times": torch_times, "log-prob-times": log_prob_times, "decode-times": decode_times,
     "shard-times": shard_times, "sharded-times": sharded_times,
 }
 

@@ -42,33 +42,46 @@ def steps_per_chunk(max_new_tokens: int, chunk_size: int) -> int:
 
 
 def _counts(state: DecodeState, vocab: int) -> TokenCounts:
-    """What each row has seen, from its text: nothing to carry, nothing to fork."""
+    """What each row has seen, from its text."""
     at, shape = jnp.arange(state.tokens.shape[1]), (state.tokens.shape[0], vocab)
     is_prompt, is_real = at < state.prompt_lengths[:, None], at < state.lengths[:, None]
     in_prompt = occurrences(jnp.where(is_prompt, state.tokens, -1), shape) > 0
     return TokenCounts(in_prompt, occurrences(jnp.where(is_real & ~is_prompt, state.tokens, -1), shape))
 
 
-def _options(state: DecodeState, rules: Rules, sampling, w, sample_fn) -> dict[str, Any]:
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def _vocab(w, sample_fn) -> int:
+    return _checks.table_of(w).shape[getattr(sample_fn, "keywords", {}).get("vocab_axis", 0)]
+
+
+def _needs_counts(sampling) -> bool:
+    """Whether options ask for penalties, by name or in ``processors``, and bring no counts of their own."""
+    processors = sampling.get("processors") or Processors()
+    asks = any(sampling.get(name) is not None or getattr(processors, name) is not None for name in PENALTIES)
+    return asks and sampling.get("counts") is None and processors.counts is None
+
+
+def _options(state: DecodeState, rules: Rules, sampling, counts: TokenCounts | None, w, sample_fn) -> dict[str, Any]:
     """Keyword options of ``sample_fn``: those of ``Processors`` are collected, and filled with what the loop knows."""
     options = dict(sampling)
+    if _needs_counts(sampling):
+        options["counts"] = _counts(state, _vocab(w, sample_fn)) if counts is None else counts
     rare = {name: options.pop(name) for name in Processors._fields if name in options}
     if rules.min_lengths is not None:
         rare |= {"end_tokens": rules.eos_tokens, "min_new_tokens": rules.min_lengths, "num_new_tokens": state.lengths}
     processors = (options.get("processors") or Processors())._replace(**rare)
-    penalties = (processors.repetition_penalty, processors.presence_penalty, processors.frequency_penalty)
-    if processors.counts is None and any(penalty is not None for penalty in penalties):
-        vocab = _checks.table_of(w).shape[getattr(sample_fn, "keywords", {}).get("vocab_axis", 0)]
-        processors = processors._replace(counts=_counts(state, vocab))
     if any(value is not None for value in processors):
         options["processors"] = processors
     return options
 
 
-def _step(decode_fn, params, w, state: DecodeState, keys, rules: Rules, sampling, *, pad_token, sample_fn, options_fn):
+def _step(decode_fn, params, w, carry, keys, rules: Rules, sampling, *, pad_token, sample_fn, options_fn):
+    state, counts = carry
     is_active = ~state.is_finished & (state.lengths < rules.limits)
     sampling = sampling if options_fn is None else {**sampling, **options_fn(state)}
-    options = _options(state, rules, sampling, w, sample_fn)
+    options = _options(state, rules, sampling, counts, w, sample_fn)
     draws = sample_fn(state.h, w, jax.vmap(jax.random.fold_in)(keys, state.lengths), **options)
     drawn = drawn_tokens(draws)
     rows = jnp.arange(drawn.shape[0])
@@ -88,7 +101,12 @@ def _step(decode_fn, params, w, state: DecodeState, keys, rules: Rules, sampling
     def masked(x):
         return jnp.where(is_active.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.asarray(filler(x, pad_token), x.dtype))
 
-    return state, jax.tree.map(masked, draws)
+    if counts is not None:
+        vocab = counts.output.shape[1]
+        counts = counts._replace(
+            output=counts.output.at[rows, jnp.where(is_active & (drawn >= 0), drawn, vocab)].add(1, mode="drop")
+        )
+    return (state, counts), jax.tree.map(masked, draws)
 
 
 def decode_steps(
@@ -131,12 +149,15 @@ def decode_steps(
     cache = kv_cache.over_paged(lambda cache: kv_cache.append(cache, room), state.cache)
     rules = rules._replace(limits=jnp.where(kv_cache.has_overflowed(cache), state.lengths, rules.limits))
 
-    def body(state, _):
+    # Counted from the text once, then kept up to date: the text is all that a resumed or forked row has to bring.
+    counts = _counts(state, _vocab(w, sample_fn)) if _needs_counts(sampling) else None
+
+    def body(carry, _):
         return _step(
-            decode_fn, params, w, state, keys, rules, sampling, pad_token=pad_token, sample_fn=sample_fn, options_fn=options_fn
+            decode_fn, params, w, carry, keys, rules, sampling, pad_token=pad_token, sample_fn=sample_fn, options_fn=options_fn
         )
 
-    state, draws = jax.lax.scan(body, state._replace(cache=cache), length=num_steps)
+    (state, _), draws = jax.lax.scan(body, (state._replace(cache=cache), counts), length=num_steps)
     cache = kv_cache.over_paged(lambda cache: kv_cache.truncate(cache, state.lengths), state.cache)
     return state._replace(cache=cache), jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), draws)
 

@@ -4,6 +4,7 @@ Slot ``p`` of a row holds the key and the value of the token at absolute positio
 through ``locate``, ``write`` and ``attend``, so that a model need not know which one it was given.
 """
 
+from gumbeljax.kv_cache.attention import attend
 from gumbeljax.kv_cache.contiguous import ContiguousCache, init_contiguous
 from gumbeljax.kv_cache.paged import (
     PagedCache,
@@ -19,7 +20,7 @@ from gumbeljax.kv_cache.paged import (
     truncate,
 )
 from gumbeljax.kv_cache.pages import Pages
-from gumbeljax.kv_cache.slots import Slots, attend, locate, write
+from gumbeljax.kv_cache.slots import Slots, locate, write
 
 __all__ = [
     "ContiguousCache",

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from gumbeljax._implementation import device_facts
 from gumbeljax.kv_cache import (
     ContiguousCache,
     PagedCache,
@@ -19,9 +20,9 @@ from gumbeljax.kv_cache import (
     init_contiguous,
     init_paged,
     locate,
-    write,
 )
 from gumbeljax.models.config import LlamaConfig, rope_frequencies
+from gumbeljax.models.rotary import Rope, rms_norm, rotate_and_write
 from gumbeljax.nnx import DecodeFn, as_decode_fn
 
 __all__ = ["DecodeFn", "Llama", "as_decode_fn"]
@@ -29,20 +30,19 @@ __all__ = ["DecodeFn", "Llama", "as_decode_fn"]
 Cache = TypeVar("Cache", ContiguousCache, PagedCache)
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding of ``x [batch, seq, heads, head_dim]``: dimension ``i`` pairs with ``i + head_dim / 2``."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
-
-
 def _linear(d_in: int, d_out: int, dtype, rngs: nnx.Rngs, use_bias: bool = False) -> nnx.Linear:
     return nnx.Linear(d_in, d_out, use_bias=use_bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
 
 
-def _norm(size: int, config: LlamaConfig, dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(size, epsilon=config.rms_eps, dtype=dtype, param_dtype=dtype, rngs=rngs)
+class RMSNorm(nnx.Module):
+    """``x / sqrt(mean(x^2) + eps) * scale``."""
+
+    def __init__(self, size: int, config: LlamaConfig, dtype):
+        self.eps = config.rms_eps
+        self.scale = nnx.Param(jnp.ones(size, dtype))
+
+    def __call__(self, x):
+        return rms_norm(x, self.scale[...], self.eps)
 
 
 class Attention(nnx.Module):
@@ -50,23 +50,25 @@ class Attention(nnx.Module):
 
     def __init__(self, config: LlamaConfig, dtype, *, window: int | None = None, rngs: nnx.Rngs):
         self.head_dim, self.window = config.head_dim, window
+        self.implementation: str | None = None  # "xla": no kernels of our own, which XLA cannot cut over auto axes of a mesh
         d_q, d_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = _linear(config.d_model, d_q, dtype, rngs, config.has_qkv_bias)
         self.k_proj = _linear(config.d_model, d_kv, dtype, rngs, config.has_qkv_bias)
         self.v_proj = _linear(config.d_model, d_kv, dtype, rngs, config.has_qkv_bias)
         self.o_proj = _linear(d_q, config.d_model, dtype, rngs)
-        self.has_qk_norm = config.has_qk_norm
+        self.has_qk_norm, self.eps = config.has_qk_norm, config.rms_eps
         if config.has_qk_norm:
-            self.q_norm = _norm(config.head_dim, config, dtype, rngs)
-            self.k_norm = _norm(config.head_dim, config, dtype, rngs)
+            self.q_norm = RMSNorm(config.head_dim, config, dtype)
+            self.k_norm = RMSNorm(config.head_dim, config, dtype)
 
     def __call__(self, x, rope, slots, keys, values):
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (project(x).reshape(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
-        if self.has_qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        keys, values = write(keys, rotate(k, *rope), slots), write(values, v, slots)
-        out = attend(rotate(q, *rope), keys, values, slots, window=self.window)
+        scales = (self.q_norm.scale[...], self.k_norm.scale[...]) if self.has_qk_norm else None
+        q, keys, values = rotate_and_write(
+            q, k, v, rope, scales, keys, values, slots, eps=self.eps, implementation=self.implementation
+        )
+        out = attend(q, keys, values, slots, window=self.window, implementation=self.implementation)
         return self.o_proj(out.reshape(*x.shape[:2], -1)), keys, values
 
 
@@ -86,9 +88,9 @@ class Block(nnx.Module):
     """One layer: attention and MLP, each behind a norm and around a residual."""
 
     def __init__(self, config: LlamaConfig, dtype, *, window: int | None = None, rngs: nnx.Rngs):
-        self.input_layernorm = _norm(config.d_model, config, dtype, rngs)
+        self.input_layernorm = RMSNorm(config.d_model, config, dtype)
         self.self_attn = Attention(config, dtype, window=window, rngs=rngs)
-        self.post_attention_layernorm = _norm(config.d_model, config, dtype, rngs)
+        self.post_attention_layernorm = RMSNorm(config.d_model, config, dtype)
         self.mlp = MLP(config, dtype, rngs=rngs)
 
     def __call__(self, x, rope, slots, keys, values):
@@ -118,14 +120,19 @@ class Llama(nnx.Module):
         self.embed_tokens = nnx.Embed(config.vocab, config.d_model, dtype=dtype, param_dtype=dtype, rngs=rngs)
         windows = config.windows or (None,) * config.num_layers
         self.layers = nnx.List([Block(config, dtype, window=window, rngs=rngs) for window in windows])
-        self.norm = _norm(config.d_model, config, dtype, rngs)
+        self.norm = RMSNorm(config.d_model, config, dtype)
         if not config.is_tied:
             # [vocab, d_model], as the checkpoint stores it and as the sampler reads it.
             self.lm_head = nnx.Embed(config.vocab, config.d_model, dtype=dtype, param_dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        if tokens.size == 1 and device_facts(tokens).platform == "gpu":
+            # XLA turns products of one row into sums over a table of products that it writes to memory; two rows are a matmul.
+            # A position of -1 writes nothing and sees nothing.
+            h, cache = self(jnp.pad(tokens, ((0, 0), (0, 1))), jnp.pad(positions, ((0, 0), (0, 1)), constant_values=-1), cache)
+            return h[:, :1], cache
         angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rope_frequencies(self.config), jnp.float32)
-        rope = jnp.cos(angles), jnp.sin(angles)
+        rope = Rope(jnp.cos(angles), jnp.sin(angles))
         slots = locate(cache, positions)
         x = self.embed_tokens(tokens)
         sides = []

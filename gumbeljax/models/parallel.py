@@ -76,7 +76,10 @@ def parallelize(model: Llama, *, mesh: Mesh, axis_name: str | tuple[str, ...], *
                              "axis_types=(jax.sharding.AxisType.Auto,) * (number of axes).")
     num_shards = math.prod(mesh.shape[name] for name in axes)
     config = model.config
-    decode_fn, params = as_decode_fn(model)
+    cut = nnx.merge(*nnx.split(model))  # the same arrays
+    for layer in cut.layers:
+        layer.self_attn.implementation = "xla"  # XLA cuts attention over heads; a kernel it would run whole on each device
+    decode_fn, params = as_decode_fn(cut)
     place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
     params = jax.tree.map_with_path(lambda path, x: place(x, specs(path, x.shape, config, num_shards, axes)), params)
     # Shards that start at multiples of 16 draw the tokens of one device; where the table needs no padding, it is the head.

@@ -1,0 +1,279 @@
+"""The kept prefix of one row inside a kernel: the search of `kept`, over tokens that a program holds or streams.
+
+Numbers of the row are scalars here. Tokens come in blocks `[groups, 16]`; the first stays in registers, so that a search over
+few tokens touches no memory. The rules and the integers are those of `kept`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import kept, noise, race
+from pallas_kernels.kept import LOWEST, Kept, Mass
+from pallas_kernels.logits import inverse_temperature
+
+MOST = 2**31 - 1
+LEAST_FINITE = -3.4028235e38
+
+
+class Row(NamedTuple):
+    """What a program knows about its row; a filter that is not there is None."""
+
+    keys: tuple  # the two words of the row's key
+    t: Any
+    top: Any  # of the processed logits
+    total: Any  # sum exp((l - top) / T)
+    top_k: Any
+    top_p: Any
+    min_p: Any
+
+
+class Tokens(NamedTuple):
+    """Blocks of (logits, ids); logits of what does not exist are -inf. `load` None: the first is all there is."""
+
+    first: tuple
+    load: Callable | None = None
+    num_blocks: Any = 1
+
+
+class Span(NamedTuple):
+    """Where a prefix ends: at a key in [low, high). `above` is the mass from `high` on that the tokens given do not have."""
+
+    low: Any
+    high: Any
+    above: Mass
+
+
+def fold(tokens: Tokens, f, init):
+    """`carry = f(carry, logits, ids)` over the blocks."""
+    carry = f(init, *tokens.first)
+    if tokens.load is None:
+        return carry
+    return lax.fori_loop(1, tokens.num_blocks, lambda block, carry: f(carry, *tokens.load(block)), carry)
+
+
+def number(x):
+    """Sum of a tile to an int32 scalar."""
+    return jnp.sum(x, dtype=jnp.int32)
+
+
+def add_up(tokens: Tokens, measure, start: Mass) -> Mass:
+    """`start` and the mass of the tokens."""
+    def f(carry, x, ids):
+        whole, fine = measure(x, ids)
+        return carry[0] + number(whole), carry[1] + number(fine)
+
+    return kept.carried(*fold(tokens, f, tuple(start)))
+
+
+def nothing() -> Mass:
+    return Mass(jnp.int32(0), jnp.int32(0))
+
+
+def no_end(vocab: int) -> Kept:
+    """The end of a prefix that is everything."""
+    return Kept(jnp.int32(LOWEST), jnp.int32(vocab))
+
+
+def chosen(mass: Mass, where) -> Mass:
+    return Mass(*(jnp.where(where, m, 0) for m in mass))
+
+
+def either(condition, a, b):
+    """`a` where the scalar condition holds, else `b`; tuples of scalars."""
+    return type(a)(*(jnp.where(condition, x, y) for x, y in zip(a, b, strict=True)))
+
+
+def least_of(a: Mass, b: Mass) -> Mass:
+    return either(kept.at_least(a, b), b, a)
+
+
+def ones(x, ids) -> Mass:
+    """The measure of a count: tokens that are there."""
+    del ids
+    return Mass((x > -jnp.inf).astype(jnp.int32), jnp.zeros_like(x, jnp.int32))
+
+
+def weight_of(x, row: Row):
+    """`exp((x - top) / T)`"""
+    return jnp.exp((x - race.finite_or_zero(row.top)) * inverse_temperature(row.t))
+
+
+def masses(row: Row):
+    """The measure of top_p, in fixed point."""
+    return lambda x, ids: kept.fixed_point(weight_of(x, row), row.total[None])
+
+
+def everything(row: Row) -> Mass:
+    """The mass of the whole row, from its float32 sum."""
+    return Mass(*(number(m) for m in kept.fixed_point(row.total[None, None], row.total[None])))
+
+
+def is_above(x, row: Row):
+    """What min_p keeps."""
+    if row.min_p is None:
+        return x > -jnp.inf
+    return (x > -jnp.inf) & kept.is_above(x, row.t, row.top, row.min_p)
+
+
+def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, vocab: int) -> Kept:
+    """The end of the shortest prefix whose mass is at least `target`; it lies in the span.
+
+    The gap of the span is cut in the middle of its logits and in the middle of its keys by turns, and its ends jump to the
+    nearest tokens: as many rounds as it takes to halve the tokens a few times, and never more than some 70.
+    """
+    def one_round(state):
+        low, high, above_whole, above_fine, by_value = state
+        value = 0.5 * kept.logits_of(low) + 0.5 * kept.logits_of(high)
+        middle = jnp.where(by_value, kept.ordered_keys(value), (low >> 1) + (high >> 1) + (low & high & 1))
+        middle = jnp.minimum(jnp.maximum(middle, low + 1), high - 1)
+
+        def look(carry, x, ids):
+            whole, fine, least, most = carry
+            keys = kept.ordered_keys(x)
+            is_over = (keys >= middle) & (keys < high)
+            mass = chosen(measure(x, ids), is_over)
+            return (whole + number(mass.whole), fine + number(mass.fine),
+                    jnp.minimum(least, jnp.min(jnp.where(is_over, keys, MOST))),
+                    jnp.maximum(most, jnp.max(jnp.where(keys < middle, keys, LOWEST))))
+
+        whole, fine, least, most = fold(tokens, look, (above_whole, above_fine, jnp.int32(MOST), low))
+        whole, fine = kept.carried(whole, fine)
+        yes = kept.at_least(Mass(whole, fine), target)
+        return (jnp.where(yes, least, low), jnp.where(yes, high, most + 1), jnp.where(yes, above_whole, whole),
+                jnp.where(yes, above_fine, fine), ~by_value)
+
+    key, _, *above, _ = lax.while_loop(lambda state: state[0] + 1 < state[1], one_round,
+                                       (span.low, span.high, *span.above, jnp.bool_(True)))
+    above = Mass(*above)
+
+    def look_at_tie(carry, x, ids):
+        mass = chosen(measure(x, ids), kept.ordered_keys(x) == key)
+        is_tied = (mass.whole | mass.fine) != 0
+        return carry[0] + number(is_tied), jnp.maximum(carry[1], jnp.max(mass.whole)), jnp.maximum(carry[2], jnp.max(mass.fine))
+
+    num_tied, *one = fold(tokens, look_at_tie, (jnp.int32(0),) * 3)  # equal logits have equal masses
+
+    def too_few(n):
+        return ~kept.at_least(kept.carried(above.whole + n * one[0], above.fine + n * one[1]), target)
+
+    def first_ids():
+        """As many of the tied tokens as it takes."""
+        needed = kept.bisect(too_few, jnp.int32(0), num_tied, vocab.bit_length())[1]
+
+        def fewer(id):
+            def f(count, x, ids):
+                mass = chosen(measure(x, ids), (kept.ordered_keys(x) == key) & (ids < id))
+                return count + number((mass.whole | mass.fine) != 0)
+
+            return fold(tokens, f, jnp.int32(0)) < needed
+
+        return kept.bisect(fewer, jnp.int32(0), jnp.int32(vocab), vocab.bit_length())[0]
+
+    return Kept(key, lax.cond(num_tied > 1, first_ids, lambda: jnp.int32(vocab)))
+
+
+class Found(NamedTuple):
+    """The end of the prefix that top_k and top_p keep, and whether the tokens given settle it."""
+
+    end: Kept
+    is_found: Any
+
+
+def search(tokens: Tokens, row: Row, span: Span, is_whole, vocab: int) -> Found:
+    """The prefix that top_k, then top_p keep. The tokens given have all tokens in the span, and `is_whole` says that they have
+    all those below it that exist, too. A span with a mass above it has only one of the two filters on.
+
+    Where the end is not in the span the prefix is longer, and this says that it was not found.
+    """
+    is_k, is_p = is_on(row, vocab)
+    end, k_found, p_found = no_end(vocab), ~is_k, jnp.bool_(False)
+
+    def in_span(measure):
+        return lambda x, ids: chosen(measure(x, ids), (kept.ordered_keys(x) >= span.low) & (kept.ordered_keys(x) < span.high))
+
+    if row.top_k is not None:
+        there = add_up(tokens, in_span(ones), span.above)
+        k_found = ~is_k | is_whole | ((there.whole >= row.top_k) & (span.above.whole < row.top_k))
+        target = Mass(jnp.minimum(row.top_k, there.whole), jnp.int32(0))
+        end = lax.cond(is_k & k_found, lambda: end_of_prefix(tokens, ones, target, span, vocab), lambda: no_end(vocab))
+    if row.top_p is not None:
+        measure = masses(row)
+        inside = lambda x, ids: chosen(measure(x, ids), kept.is_kept(kept.ordered_keys(x), ids, end))  # noqa: E731
+        base = everything(row)
+        if row.top_k is not None:
+            base = either(is_k, lax.cond(is_k & is_p, lambda: add_up(tokens, inside, nothing()), nothing), base)
+        target = kept.share(base, row.top_p)
+        there = add_up(tokens, in_span(inside), span.above)
+        enough = kept.at_least(there, target) & ~kept.at_least(span.above, target)
+        p_found = is_p & k_found & (is_whole | enough)
+        target = least_of(target, there)
+        of_k = end
+        end = lax.cond(p_found, lambda: end_of_prefix(tokens, inside, target, span, vocab), lambda: of_k)
+    return Found(end, ~(is_p & ~k_found) & ((is_k & k_found) | p_found))
+
+
+def is_on(row: Row, vocab: int):
+    """Whether top_k and top_p cut this row."""
+    off = jnp.bool_(False)
+    return (off if row.top_k is None else (row.top_k > 0) & (row.top_k < vocab)), (off if row.top_p is None else row.top_p < 1.0)
+
+
+class Won(NamedTuple):
+    """The winner of a race, as in `race.Race`, and the mass of the kept tokens relative to the largest logit of the row."""
+
+    high: Any
+    low: Any
+    winner: Any
+    total: Any
+
+
+def nobody() -> Won:
+    return Won(jnp.float32(-jnp.inf), jnp.float32(0.0), jnp.int32(race.NO_ID), jnp.float32(0.0))
+
+
+def merged(a: Won, b: Won) -> Won:
+    """The better of two winners, and both masses."""
+    wins = (b.high > a.high) | ((b.high == a.high) & ((b.low > a.low) | ((b.low == a.low) & (b.winner < a.winner))))
+    return either(wins, b, a)._replace(total=a.total + b.total)
+
+
+def race_of(x, ids, row: Row) -> Won:
+    """The race of a block of kept logits `[groups, 16]`, -inf elsewhere."""
+    top = jnp.max(x, axis=1)
+    total = jnp.sum(jnp.exp((x - race.finite_or_zero(top)[:, None]) * inverse_temperature(row.t)), axis=1)
+    first_ids = jnp.min(ids, axis=1)
+    high, low = race.scores(top, total, race.group_noise(row.keys, 0, first_ids), row.t)
+    return Won(*race.best_score(high, low, first_ids), jnp.sum(total * weight_of(top, row)))
+
+
+def undecided_span(samples, row: Row, by_count, lowest, vocab: int):
+    """(low, high): logits between which the end of the prefix is likely to lie, from one logit of each group, `[groups]`.
+
+    What is dropped has nearly known mass: that of the samples below a logit, 16 times, has a standard deviation of at most
+    `sqrt(16 w mass)` for weights up to w.
+    """
+    dropped = jnp.float32(0.0) if row.top_p is None else (1.0 - row.top_p) * row.total
+    if row.top_k is not None:
+        dropped = jnp.where(by_count, (vocab - row.top_k).astype(jnp.float32), dropped)
+    weights = jnp.where(by_count, 1.0, weight_of(samples, row))
+
+    def below(value):
+        mass = noise.GROUP * jnp.sum(jnp.where(samples < value, weights, 0.0))
+        largest = jnp.where(by_count, 1.0, weight_of(value, row))
+        return mass, 3.5 * jnp.sqrt(noise.GROUP * largest * mass)
+
+    def halve(_, ends):
+        low, low_end, high_start, high = ends
+        middle_low, middle_high = 0.5 * (low + low_end), 0.5 * (high_start + high)
+        mass, spread = below(middle_low)
+        is_low = mass + spread <= dropped
+        mass, spread = below(middle_high)
+        is_high = mass - spread >= dropped
+        return (jnp.where(is_low, middle_low, low), jnp.where(is_low, low_end, middle_low),
+                jnp.where(is_high, high_start, middle_high), jnp.where(is_high, middle_high, high))
+
+    low, _, _, high = lax.fori_loop(0, 14, halve, (lowest, row.top, lowest, row.top))
+    return low, high

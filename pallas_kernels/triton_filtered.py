@@ -290,9 +290,9 @@ def settle(*refs, shape: Shape, trees):
         least = kept.ordered_keys(jnp.float32(prefix.LEAST_FINITE))
         low, high = jnp.where(is_off, least, low), jnp.where(is_off, least, high)
         none = Answer(jnp.int32(-1), *[jnp.float32(jnp.nan)] * 4, jnp.int32(0), jnp.int32(0))
-        return none, (jnp.where(is_k & is_p, WHOLE, IN_SPAN), low, high)
+        return none, (jnp.where(is_k & is_p, jnp.int32(WHOLE), jnp.int32(IN_SPAN)), low, high)
 
-    drawn_or_not, (kind, low, high) = lax.cond(is_settled, drawn, guessed)
+    drawn_or_not, (kind, low, high) = prefix.branch(is_settled, drawn, guessed)
     put(shape, out, row, drawn_or_not)
     put(shape, state, row, State(kind, top, total, low, high, model_top, model_total))
 
@@ -356,14 +356,14 @@ def conclude(*refs, shape: Shape, trees):
         def nowhere():
             return prefix.no_end(shape.vocab), jnp.bool_(False)
 
-        end, is_found = lax.cond(is_swept, in_span, nowhere)
+        end, is_found = prefix.branch(is_swept, in_span, nowhere)
         tokens = listed_tokens(shape, refs, list_ref, row, num_listed, ~is_found)
 
         def in_row():
             span = Span(kept.ordered_keys(jnp.float32(prefix.LEAST_FINITE)), kept.ordered_keys(own.top) + 1, prefix.nothing())
             return prefix.search(tokens, own, span, jnp.bool_(True), shape.vocab).end
 
-        end = lax.cond(is_found, lambda: end, in_row)
+        end = prefix.branch(is_found, lambda: end, in_row)
         use = lambda ref, other: jnp.where(is_found, pieces(ref, other), other)  # noqa: E731
         decided = Won(*race.best_score(use(swept.high, -jnp.inf), use(swept.low, 0.0), use(swept.winner, race.NO_ID)),
                       jnp.sum(use(swept.total, 0.0)))
@@ -375,7 +375,7 @@ def conclude(*refs, shape: Shape, trees):
         won = prefix.fold(tokens, raced, decided)
         return answer(shape, refs, row, own, end, won, known.model_top, known.model_total)
 
-    put(shape, out, row, lax.cond(kind == SETTLED, copied, found))
+    put(shape, out, row, prefix.branch(kind == SETTLED, copied, found))
 
 
 def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, vocab, vocab_axis=0, precision=None,

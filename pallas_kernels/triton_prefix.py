@@ -7,6 +7,7 @@ few tokens touches no memory. The rules and the integers are those of `kept`.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -52,6 +53,12 @@ def fold(tokens: Tokens, f, init):
     if tokens.load is None:
         return carry
     return lax.fori_loop(1, tokens.num_blocks, lambda block, carry: f(carry, *tokens.load(block)), carry)
+
+
+def branch(condition, a, b):
+    """`lax.cond(condition, a, b)`, whose results may be constants: Triton's lowering wants operations."""
+    made = lambda f: lambda: jax.tree.map(lambda x: jnp.where(condition, x, x), f())  # noqa: E731
+    return lax.cond(condition, made(a), made(b))
 
 
 def number(x):
@@ -172,7 +179,7 @@ def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, vocab: int)
 
         return kept.bisect(fewer, jnp.int32(0), jnp.int32(vocab), vocab.bit_length())[0]
 
-    return Kept(key, lax.cond(num_tied > 1, first_ids, lambda: jnp.int32(vocab)))
+    return Kept(key, branch(num_tied > 1, first_ids, lambda: jnp.int32(vocab)))
 
 
 class Found(NamedTuple):
@@ -198,20 +205,20 @@ def search(tokens: Tokens, row: Row, span: Span, is_whole, vocab: int) -> Found:
         there = add_up(tokens, in_span(ones), span.above)
         k_found = ~is_k | is_whole | ((there.whole >= row.top_k) & (span.above.whole < row.top_k))
         target = Mass(jnp.minimum(row.top_k, there.whole), jnp.int32(0))
-        end = lax.cond(is_k & k_found, lambda: end_of_prefix(tokens, ones, target, span, vocab), lambda: no_end(vocab))
+        end = branch(is_k & k_found, lambda: end_of_prefix(tokens, ones, target, span, vocab), lambda: no_end(vocab))
     if row.top_p is not None:
         measure = masses(row)
         inside = lambda x, ids: chosen(measure(x, ids), kept.is_kept(kept.ordered_keys(x), ids, end))  # noqa: E731
         base = everything(row)
         if row.top_k is not None:
-            base = either(is_k, lax.cond(is_k & is_p, lambda: add_up(tokens, inside, nothing()), nothing), base)
+            base = either(is_k, branch(is_k & is_p, lambda: add_up(tokens, inside, nothing()), nothing), base)
         target = kept.share(base, row.top_p)
         there = add_up(tokens, in_span(inside), span.above)
         enough = kept.at_least(there, target) & ~kept.at_least(span.above, target)
         p_found = is_p & k_found & (is_whole | enough)
         target = least_of(target, there)
         of_k = end
-        end = lax.cond(p_found, lambda: end_of_prefix(tokens, inside, target, span, vocab), lambda: of_k)
+        end = branch(p_found, lambda: end_of_prefix(tokens, inside, target, span, vocab), lambda: of_k)
     return Found(end, ~(is_p & ~k_found) & ((is_k & k_found) | p_found))
 
 

@@ -1,14 +1,15 @@
-"""Draws under filters on NVIDIA GPUs: XLA's product leaves the logits, four kernels do the rest, and nothing is sorted.
+"""Draws under filters on NVIDIA GPUs: XLA's product leaves the logits, six small kernels do the rest, and nothing is sorted.
 
     summarise   a program per piece of a row: its mass, the largest logit of every group, and one logit of every group as a sample
-    settle      a program per row: the kept prefix, if the groups with the largest logits hold it, and the draw; otherwise from
-                the samples, between which logits the prefix is likely to end
-    sweep       a program per piece of a row that is not settled: the race of the groups that lie on one side of that gap as a
-                whole, the exact mass above it, and a mark on the other groups
-    conclude    a program per row: the end of the prefix among the marked groups, their race, and the draw. If the gap missed the
-                end, or where both top_k and top_p need more than the largest groups, it searches the whole row.
+    settle      a program per row: the end of the kept prefix, if the groups with the largest logits hold it; else, from the
+                samples, a gap between two logits in which it is likely to be
+    sweep       a program per piece of a row that is not settled: the mass above that gap, and a list of the tokens in it
+    conclude    a program per row that is not settled: the end among the listed tokens. If the gap missed it, or where both top_k
+                and top_p need more than the largest groups, this searches the whole row
+    race        a program per piece: the race of the groups that keep a token
+    finish      a program per row: the token
 
-What is kept is decided by the integers of `kept` in any case; guesses cost time only.
+What is kept is decided by the rules and integers of `kept`; guesses cost time only.
 """
 
 import functools
@@ -19,18 +20,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import filtered, finish, kept, noise, race
+from pallas_kernels import filtered, kept, noise, race
+from pallas_kernels import finish as finishing
 from pallas_kernels import triton_prefix as prefix
 from pallas_kernels.finish import Draw
 from pallas_kernels.kept import Filters, Kept, Mass
-from pallas_kernels.logits import Elementwise, model_logits, processed_logits
+from pallas_kernels.logits import Elementwise, inverse_temperature, model_logits, processed_logits
 from pallas_kernels.tiles import TritonTiles
 from pallas_kernels.triton import operands
 from pallas_kernels.triton_finish import given, like
-from pallas_kernels.triton_prefix import Row, Span, Tokens, Won
+from pallas_kernels.triton_prefix import Row, Span, Tokens
 
-PIECE = 4096  # tokens of a program that reads whole rows
-LISTED = 512  # groups that a program holds in registers, 16 warps of it
+PIECE = 256  # groups of a program that reads whole rows
+LISTED = 256  # groups whose tokens 16 warps hold in registers, and half of the fewest that they list
+STREAMED = 1024  # groups that they read at a time where they read a whole row
+IN_GAP = 256  # tokens of a piece that may lie in the gap
 SETTLED, IN_SPAN, WHOLE = range(3)
 
 
@@ -53,7 +57,7 @@ class Shape(NamedTuple):
     @property
     def piece(self) -> int:
         """Groups of a piece."""
-        return min(PIECE // noise.GROUP, pl.next_power_of_2(self.num_groups))
+        return min(PIECE, pl.next_power_of_2(self.num_groups))
 
     @property
     def num_pieces(self) -> int:
@@ -76,39 +80,32 @@ class Summary(NamedTuple):
 
 
 class State(NamedTuple):
-    """What is known about each row before the sweep, `[rows]`."""
+    """What is known about each row, `[rows]`; the end of the prefix once it is settled."""
 
-    state: Any
+    kind: Any
     top: Any
     total: Any
     low: Any  # keys between which the prefix ends
     high: Any
-    model_top: Any
-    model_total: Any
-
-
-class Answer(NamedTuple):
-    """Each `[rows]`: the draw, and the last token of the prefix that top_k and top_p keep."""
-
-    token: Any
-    model_log_prob: Any
-    tempered_log_prob: Any
-    processed_log_prob: Any
-    log_normalizer: Any
-    key: Any
-    id: Any
+    end: Kept
 
 
 class Sweep(NamedTuple):
-    """Of the pieces, `[rows, pieces]`: the best of the decided groups, and the mass above the gap; `[rows, groups]`: marks."""
+    """Of the pieces, `[rows, pieces]`: the mass above the gap, and how many tokens lie in it; `[rows, pieces * 256]`: their ids."""
+
+    whole: Any
+    fine: Any
+    num_listed: Any
+    ids: Any
+
+
+class Raced(NamedTuple):
+    """Of the pieces, `[rows, pieces]`: as `race.Race`, and the kept mass relative to the largest logit of the row."""
 
     high: Any
     low: Any
     winner: Any
     total: Any
-    whole: Any
-    fine: Any
-    is_marked: Any
 
 
 class Inputs(NamedTuple):
@@ -136,14 +133,28 @@ def tokens_at(shape: Shape, refs: Inputs, row, ids, exists):
         x = shape.plt.load(ref.at[ids] if len(ref.shape) == 1 else ref.at[row, ids], mask=exists, other=other)
         return x != 0 if x.dtype == jnp.int8 else x
 
+    if not shape.dense and shape.scale is None and shape.soft_cap is None:
+        x = read(refs.raw, -jnp.inf)
+        return x, x
     own = Elementwise(**{name: read(ref, 0) for name, ref in zip(shape.dense, refs.dense, strict=True)})
     model = model_logits(read(refs.raw, 0.0), shape.scale, shape.soft_cap, own.weight_scale)
     return processed_logits(model, Elementwise(), exists), processed_logits(model, own, exists)
 
 
-def ids_of(groups):
-    """Token ids `[groups, 16]`."""
-    return noise.GROUP * groups[:, None] + lax.broadcasted_iota(jnp.int32, (1, noise.GROUP), 1)
+def tokens_of(shape: Shape, refs: Inputs, row, groups, is_there):
+    """(ids, model logits, processed logits) of groups `[n]`, each `[n, 16]`."""
+    ids = noise.GROUP * groups[:, None] + lax.broadcasted_iota(jnp.int32, (1, noise.GROUP), 1)
+    exists = jnp.broadcast_to(is_there[:, None], ids.shape)
+    if shape.vocab % noise.GROUP:
+        exists &= ids < shape.vocab
+    return ids, *tokens_at(shape, refs, row, ids, exists)
+
+
+def piece_of(shape: Shape):
+    """(row, piece, its groups) of a program."""
+    program, pieces = pl.program_id(0), jnp.int32(shape.num_pieces)
+    piece = lax.rem(program, pieces)
+    return lax.div(program, pieces), piece, piece * shape.piece + lax.broadcasted_iota(jnp.int32, (shape.piece,), 0)
 
 
 def row_of(shape: Shape, refs: Inputs, row, top=None, total=None) -> Row:
@@ -152,10 +163,14 @@ def row_of(shape: Shape, refs: Inputs, row, top=None, total=None) -> Row:
     return Row(tuple(map(number, refs.keys)), number(refs.t), top, total, *map(filters.get, Filters._fields))
 
 
+def fetch(shape: Shape, refs, where):
+    """Loads scalars."""
+    return jax.tree.map(lambda ref: shape.plt.load(ref.at[where]), refs)
+
+
 def put(shape: Shape, refs, where, values):
     """Stores scalars."""
-    for ref, value in zip(jax.tree.leaves(refs), jax.tree.leaves(values), strict=True):
-        shape.plt.store(ref.at[where], value)
+    jax.tree.map(lambda ref, value: shape.plt.store(ref.at[where], value), refs, values)
 
 
 def padded_load(shape: Shape, ref, row, size: int, other):
@@ -164,121 +179,80 @@ def padded_load(shape: Shape, ref, row, size: int, other):
     return shape.plt.load(ref.at[row, place], mask=place < size, other=other)
 
 
-def write_list(shape: Shape, list_ref, row, is_listed):
-    """Writes the indices of marked groups `[padded groups]` in order, and returns how many there are."""
-    place = jnp.cumsum(is_listed.astype(jnp.int32)) - 1
-    groups = lax.broadcasted_iota(jnp.int32, is_listed.shape, 0)
-    shape.plt.store(list_ref.at[row, jnp.where(is_listed, place, shape.num_groups)], groups, mask=is_listed)
+def barrier(shape: Shape):
+    """What threads of a program stored can be read by the others."""
     if not shape.interpret:
-        shape.plt.debug_barrier()  # other threads of this program read the list
-    return jnp.sum(is_listed, dtype=jnp.int32)
-
-
-def listed_tokens(shape: Shape, refs: Inputs, list_ref, row, num_listed, is_whole=None) -> Tokens:
-    """The tokens of the listed groups, or of all groups, `shape.listed` groups at a time."""
-    def load(block):
-        place = block * shape.listed + lax.broadcasted_iota(jnp.int32, (shape.listed,), 0)
-        groups = shape.plt.load(list_ref.at[row, place], mask=place < num_listed, other=0)
-        exists = place < num_listed
-        if is_whole is not None:
-            groups, exists = jnp.where(is_whole, place, groups), jnp.where(is_whole, place < shape.num_groups, exists)
-        ids = ids_of(groups)
-        return tokens_at(shape, refs, row, ids, exists[:, None] & (ids < shape.vocab))[1], ids
-
-    if is_whole is None:
-        return Tokens(load(0))
-    groups = jnp.where(is_whole, shape.num_groups, num_listed)
-    return Tokens(load(0), load, lax.div(groups + shape.listed - 1, jnp.int32(shape.listed)))
-
-
-def answer(shape: Shape, refs: Inputs, row, own: Row, end: Kept, won: Won, model_top, model_total) -> Answer:
-    """The draw in the winning group."""
-    first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
-    ids = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP,), 0)
-    model, x = tokens_at(shape, refs, row, ids, ids < shape.vocab)
-    is_kept = kept.is_kept(kept.ordered_keys(x), ids, end) & prefix.is_above(x, own)
-    x = jnp.where(is_kept, x, -jnp.inf)
-    total = jnp.where(finish.has_law(own.top, own.total), won.total, jnp.nan)
-    race_won = race.Race(*(a[None] for a in (won.high, won.low, won.winner, own.top, total)))
-    mass = race.Mass(model_top[None], None, model_total[None]) if shape.with_model else None
-    t = own.t[None]
-    draw = finish.draw_in_group(tuple(key[None] for key in own.keys), t, race_won, mass, first[None], ids[:, None],
-                                model[:, None], x[:, None], vocab=shape.vocab, sample=0)
-    draw = filtered.with_tempered(draw, total[None], own.top[None], own.total[None], t)
-    return Answer(*map(jnp.sum, draw), end.key, end.id)
+        shape.plt.debug_barrier()
 
 
 def summarise(*refs, shape: Shape, trees):
     """One piece: masses, the largest logit of each group, and one of its logits."""
     refs, out = split(refs, trees)
-    row, piece = lax.div(pl.program_id(0), jnp.int32(shape.num_pieces)), lax.rem(pl.program_id(0), jnp.int32(shape.num_pieces))
+    row, piece, groups = piece_of(shape)
     own = row_of(shape, refs, row)
-    groups = piece * shape.piece + lax.broadcasted_iota(jnp.int32, (shape.piece,), 0)
-    ids = ids_of(groups)
-    model, x = tokens_at(shape, refs, row, ids, ids < shape.vocab)
+    is_there = groups < shape.num_groups
+    _, model, x = tokens_of(shape, refs, row, groups, is_there)
     group_top = jnp.max(x, axis=1)
     top = jnp.max(group_top)
-    total = jnp.sum(prefix.weight_of(x, own._replace(top=top)))
-    lane = (ids + 5 * (groups + (groups >> 4))[:, None]) & (noise.GROUP - 1)
-    sample = jnp.max(jnp.where(lane == 0, x, -jnp.inf), axis=1)
-    put(shape, (out.top, out.total), (row, piece), (top, total))
+    own = own._replace(top=top)
+    put(shape, (out.top, out.total), (row, piece), (top, jnp.sum(prefix.weight_of(x, own))))
     if shape.with_model:
-        model_top = jnp.max(model)
-        put(shape, (out.model_top, out.model_total), (row, piece),
-            (model_top, jnp.sum(jnp.exp(model - race.finite_or_zero(model_top)))))
+        top = jnp.max(model)
+        total = jnp.sum(jnp.exp(model - race.finite_or_zero(top)))
+        put(shape, (out.model_top, out.model_total), (row, piece), (top, total))
+    ids = noise.GROUP * groups + ((5 * (groups + (groups >> 4))) & (noise.GROUP - 1))
+    sample = tokens_at(shape, refs, row, ids, ids < shape.vocab)[1]
     for ref, value in ((out.group_top, group_top), (out.sample, sample)):
-        shape.plt.store(ref.at[row, groups], value, mask=groups < shape.num_groups)
+        shape.plt.store(ref.at[row, groups], value, mask=is_there)
 
 
 def settle(*refs, shape: Shape, trees):
-    """One row: its kept set and draw, or where to look for them."""
-    refs, given, state, out, list_ref = split(refs, trees)
+    """One row: the end of its prefix, or where to look for it."""
+    refs, given, out, list_ref = split(refs, trees)
     row = pl.program_id(0)
     pieces = lambda ref, other: padded_load(shape, ref, row, shape.num_pieces, other)  # noqa: E731
     t = shape.plt.load(refs.t.at[row])
     top, total = race.mass_of(pieces(given.top, -jnp.inf), pieces(given.total, 0.0), t)
-    model_top = model_total = jnp.float32(0.0)
-    if shape.with_model:
-        model_top, model_total = race.mass_of(pieces(given.model_top, -jnp.inf), pieces(given.model_total, 0.0), jnp.float32(1))
     own = row_of(shape, refs, row, top, total)
-    has_law = finish.has_law(top, total)
+    has_law = finishing.has_law(top, total)
+    is_k, is_p = (has_law & on for on in prefix.is_on(own, shape.vocab))
     if own.top_k is not None:
-        own = own._replace(top_k=jnp.where(has_law, own.top_k, 0))
+        own = own._replace(top_k=jnp.where(is_k, own.top_k, 0))
     if own.top_p is not None:
-        own = own._replace(top_p=jnp.where(has_law, own.top_p, 1.0))
+        own = own._replace(top_p=jnp.where(is_p, own.top_p, 1.0))
 
     group_top = padded_load(shape, given.group_top, row, shape.num_groups, -jnp.inf)
     over = lambda low: jnp.sum(group_top >= low, dtype=jnp.int32)  # noqa: E731
     lowest = jnp.min(jnp.where(group_top > -jnp.inf, group_top, jnp.inf))
     is_whole = jnp.sum(group_top > -jnp.inf, dtype=jnp.int32) <= shape.listed
+    wanted = jnp.int32(shape.listed // 2)
+    if own.top_k is not None:
+        wanted = jnp.minimum(jnp.maximum(wanted, own.top_k), shape.listed - shape.listed // 8)
 
     def halve(state):
         low, high, num_over, rounds = state
         middle = 0.5 * low + 0.5 * high
         num = over(middle)
         fits = num <= shape.listed
-        return (jnp.where(fits, low, middle), jnp.where(fits, middle, high), jnp.where(fits, num, num_over), rounds + 1)
+        return jnp.where(fits, low, middle), jnp.where(fits, middle, high), jnp.where(fits, num, num_over), rounds + 1
 
-    def is_open(state):
-        return ~is_whole & (state[2] < shape.listed // 2) & (state[3] < 24)
-
-    _, high, num_over, _ = lax.while_loop(is_open, halve, (lowest, top, over(top), jnp.int32(0)))
+    _, high, num_over, _ = lax.while_loop(lambda state: ~is_whole & (state[2] < wanted) & (state[3] < 24), halve,
+                                          (lowest, top, over(top), jnp.int32(0)))
     lowest_listed = jnp.where(is_whole, prefix.LEAST_FINITE, jnp.where(num_over > shape.listed, jnp.inf, high))
-    is_listed = has_law & (group_top >= lowest_listed) & (group_top < jnp.inf)
-    tokens = listed_tokens(shape, refs, list_ref, row, write_list(shape, list_ref, row, is_listed))
+    is_listed = (group_top >= lowest_listed) & (group_top < jnp.inf)
+    place = jnp.cumsum(is_listed.astype(jnp.int32)) - 1
+    num_listed = jnp.sum(is_listed, dtype=jnp.int32)
+    shape.plt.store(list_ref.at[row, jnp.where(is_listed, place, shape.listed)],
+                    lax.broadcasted_iota(jnp.int32, is_listed.shape, 0), mask=is_listed & (place < shape.listed))
+    barrier(shape)
+    place = lax.broadcasted_iota(jnp.int32, (shape.listed,), 0)
+    groups = shape.plt.load(list_ref.at[row, place], mask=place < num_listed, other=0)
+    ids, _, x = tokens_of(shape, refs, row, groups, place < num_listed)
     span = Span(kept.ordered_keys(lowest_listed), kept.ordered_keys(top) + 1, prefix.nothing())
-    found = prefix.search(tokens, own, span, is_whole, shape.vocab)
-    is_k, is_p = prefix.is_on(own, shape.vocab)
-    is_settled = ~has_law | is_whole | found.is_found
-    if own.min_p is not None:  # and neither of the others is left in the dark
+    found = prefix.search(Tokens(((x, ids),)), own, span, is_whole, shape.vocab)
+    is_settled = ~has_law | is_whole | found.is_found | ~(is_k | is_p)
+    if own.min_p is not None:  # it ends before the others do
         is_settled |= ~prefix.is_above(lowest_listed, own) & ~(is_k & is_p)
-
-    def drawn():
-        x, ids = tokens.first
-        is_kept = kept.is_kept(kept.ordered_keys(x), ids, found.end) & prefix.is_above(x, own)
-        won = prefix.race_of(jnp.where(is_kept, x, -jnp.inf), ids, own)
-        zero = jnp.int32(0)
-        return answer(shape, refs, row, own, found.end, won, model_top, model_total), (jnp.int32(SETTLED), zero, zero)
 
     def guessed():
         samples = padded_load(shape, given.sample, row, shape.num_groups, jnp.inf)
@@ -286,101 +260,143 @@ def settle(*refs, shape: Shape, trees):
         low, high = prefix.undecided_span(samples, own, is_k, start, shape.vocab)
         low = kept.ordered_keys(jnp.where(low > start, low, prefix.LEAST_FINITE))
         high = kept.ordered_keys(high) + (high >= top).astype(jnp.int32)
-        is_off = ~is_k & ~is_p  # all is above the span
-        least = kept.ordered_keys(jnp.float32(prefix.LEAST_FINITE))
-        low, high = jnp.where(is_off, least, low), jnp.where(is_off, least, high)
-        none = Answer(jnp.int32(-1), *[jnp.float32(jnp.nan)] * 4, jnp.int32(0), jnp.int32(0))
-        return none, (jnp.where(is_k & is_p, jnp.int32(WHOLE), jnp.int32(IN_SPAN)), low, high)
+        return jnp.where(is_k & is_p, jnp.int32(WHOLE), jnp.int32(IN_SPAN)), low, high
 
-    drawn_or_not, (kind, low, high) = prefix.branch(is_settled, drawn, guessed)
-    put(shape, out, row, drawn_or_not)
-    put(shape, state, row, State(kind, top, total, low, high, model_top, model_total))
-
-
-def state_of(shape: Shape, state: State, row) -> State:
-    return State(*(shape.plt.load(ref.at[row]) for ref in state))
+    kind, low, high = prefix.branch(is_settled, lambda: (jnp.int32(SETTLED), jnp.int32(0), jnp.int32(0)), guessed)
+    put(shape, out, row, State(kind, top, total, low, high, found.end))
 
 
 def sweep(*refs, shape: Shape, trees):
-    """One piece of a row in which no group is settled yet."""
+    """One piece of a row that is not settled."""
     refs, state, out = split(refs, trees)
-    row, piece = lax.div(pl.program_id(0), jnp.int32(shape.num_pieces)), lax.rem(pl.program_id(0), jnp.int32(shape.num_pieces))
+    row, piece, groups = piece_of(shape)
 
-    @pl.when(shape.plt.load(state.state.at[row]) == IN_SPAN)
+    @pl.when(shape.plt.load(state.kind.at[row]) == IN_SPAN)
     def _():
-        known = state_of(shape, state, row)
+        known = fetch(shape, state, row)
         own = row_of(shape, refs, row, known.top, known.total)
-        groups = piece * shape.piece + lax.broadcasted_iota(jnp.int32, (shape.piece,), 0)
-        ids = ids_of(groups)
-        x = tokens_at(shape, refs, row, ids, ids < shape.vocab)[1]
+        ids, _, x = tokens_of(shape, refs, row, groups, groups < shape.num_groups)
         keys = kept.ordered_keys(x)
         is_over = keys >= known.high
-        is_marked = jnp.max(((keys >= known.low) & ~is_over).astype(jnp.int32), axis=1)
-        is_k, is_p = prefix.is_on(own, shape.vocab)
-        mass = prefix.ones(x, ids)
+        mass = Mass(prefix.number(is_over), jnp.int32(0))
         if own.top_p is not None:
-            mass = Mass(*(jnp.where(is_p, a, b) for a, b in zip(prefix.masses(own)(x, ids), mass, strict=True)))
-        mass = prefix.chosen(mass, is_over)
-        is_kept = is_over & (is_marked == 0)[:, None] & prefix.is_above(x, own)
-        won = prefix.race_of(jnp.where(is_kept, x, -jnp.inf), ids, own)
-        whole, fine = kept.carried(*map(prefix.number, mass))
-        put(shape, out[:6], (row, piece), (*won, whole, fine))
-        shape.plt.store(out.is_marked.at[row, groups], is_marked, mask=groups < shape.num_groups)
+            over = jnp.sum(jnp.sum(jnp.where(is_over, prefix.weight_of(x, own), 0.0), axis=1))
+            over = Mass(*(jnp.sum(m) for m in kept.fixed_point(over[None, None], own.total[None])))
+            mass = prefix.either(own.top_p < 1.0, over, mass)
+        is_in = ((keys >= known.low) & ~is_over).astype(jnp.int32)
+        of_group = jnp.sum(is_in, axis=1)
+        place = (jnp.cumsum(of_group) - of_group)[:, None] + jnp.cumsum(is_in, axis=1) - 1
+        fits = (is_in > 0) & (place < IN_GAP)
+        shape.plt.store(out.ids.at[row, jnp.where(fits, piece * IN_GAP + place, shape.num_pieces * IN_GAP)], ids, mask=fits)
+        put(shape, (out.whole, out.fine, out.num_listed), (row, piece), (*mass, prefix.number(of_group)))
 
 
 def conclude(*refs, shape: Shape, trees):
-    """One row: its draw, if it has none yet."""
-    refs, state, settled, swept, out, list_ref = split(refs, trees)
+    """One row: the end of its prefix, if that is not settled yet."""
+    refs, state, swept, out, list_ref = split(refs, trees)
     row = pl.program_id(0)
-    kind = shape.plt.load(state.state.at[row])
+    known = fetch(shape, state, row)
 
-    def copied():
-        return Answer(*(shape.plt.load(ref.at[row]) for ref in settled))
+    def in_row():
+        """Among all tokens."""
+        size = min(STREAMED, pl.next_power_of_2(shape.num_groups))
 
-    def found():
-        known = state_of(shape, state, row)
+        def load(block):
+            groups = block * size + lax.broadcasted_iota(jnp.int32, (size,), 0)
+            ids, _, x = tokens_of(shape, refs, row, groups, groups < shape.num_groups)
+            return x, ids
+
+        span = Span(kept.ordered_keys(jnp.float32(prefix.LEAST_FINITE)), kept.ordered_keys(known.top) + 1, prefix.nothing())
         own = row_of(shape, refs, row, known.top, known.total)
-        is_k, is_p = prefix.is_on(own, shape.vocab)
-        is_swept = kind == IN_SPAN
-        pieces = lambda ref, other: jnp.where(is_swept, padded_load(shape, ref, row, shape.num_pieces, other), other)  # noqa: E731
-        above = kept.carried(prefix.number(pieces(swept.whole, 0)), prefix.number(pieces(swept.fine, 0)))
-        marks = padded_load(shape, swept.is_marked, row, shape.num_groups, 0)
-        num_listed = write_list(shape, list_ref, row, is_swept & (marks != 0))
+        tokens = Tokens((), load, pl.cdiv(shape.num_groups, size))
+        return prefix.search(tokens, own, span, jnp.bool_(True), shape.vocab).end
 
-        def in_span():
-            tokens = listed_tokens(shape, refs, list_ref, row, num_listed, jnp.bool_(False))
-            span = Span(known.low, known.high, above)
-            found = prefix.search(tokens, own, span, jnp.bool_(False), shape.vocab)
-            return found.end, found.is_found | ~(is_k | is_p)
+    def in_gap():
+        """Among the tokens that the sweep listed, if it is there."""
+        number = padded_load(shape, swept.num_listed, row, shape.num_pieces, 0)
+        pieces, slots = (lax.broadcasted_iota(jnp.int32, (number.shape[0], IN_GAP), axis) for axis in range(2))
+        is_there = slots < number[:, None]
+        ids = shape.plt.load(swept.ids.at[row, pieces * IN_GAP + slots], mask=is_there, other=0)
+        place = (jnp.cumsum(number) - number)[:, None] + slots
+        shape.plt.store(list_ref.at[row, jnp.where(is_there, place, shape.num_pieces * IN_GAP)], ids, mask=is_there)
+        barrier(shape)
+        num_listed, size = prefix.number(number), shape.listed * noise.GROUP
 
-        def nowhere():
-            return prefix.no_end(shape.vocab), jnp.bool_(False)
+        def load(block):
+            place = lax.broadcasted_iota(jnp.int32, (shape.listed, noise.GROUP), 0) * noise.GROUP
+            place = block * size + place + lax.broadcasted_iota(jnp.int32, (shape.listed, noise.GROUP), 1)
+            ids = shape.plt.load(list_ref.at[row, place], mask=place < num_listed, other=0)
+            return tokens_at(shape, refs, row, ids, place < num_listed)[1], ids
 
-        end, is_found = prefix.branch(is_swept, in_span, nowhere)
-        tokens = listed_tokens(shape, refs, list_ref, row, num_listed, ~is_found)
+        own = row_of(shape, refs, row, known.top, known.total)
+        above = kept.carried(*(prefix.number(padded_load(shape, ref, row, shape.num_pieces, 0))
+                               for ref in (swept.whole, swept.fine)))
+        tokens = Tokens((load(0),), load, lax.div(num_listed + size - 1, jnp.int32(size)))
+        found = prefix.search(tokens, own, Span(known.low, known.high, above), jnp.bool_(False), shape.vocab)
+        is_found = found.is_found & (jnp.max(number) <= IN_GAP)
+        return prefix.branch(is_found, lambda: found.end, in_row)
 
-        def in_row():
-            span = Span(kept.ordered_keys(jnp.float32(prefix.LEAST_FINITE)), kept.ordered_keys(own.top) + 1, prefix.nothing())
-            return prefix.search(tokens, own, span, jnp.bool_(True), shape.vocab).end
+    def unsettled():
+        return prefix.branch(known.kind == IN_SPAN, in_gap, in_row)
 
-        end = prefix.branch(is_found, lambda: end, in_row)
-        use = lambda ref, other: jnp.where(is_found, pieces(ref, other), other)  # noqa: E731
-        decided = Won(*race.best_score(use(swept.high, -jnp.inf), use(swept.low, 0.0), use(swept.winner, race.NO_ID)),
-                      jnp.sum(use(swept.total, 0.0)))
+    put(shape, out, row, prefix.branch(known.kind == SETTLED, lambda: known.end, unsettled))
 
-        def raced(won, x, ids):
-            is_kept = kept.is_kept(kept.ordered_keys(x), ids, end) & prefix.is_above(x, own)
-            return Won(*prefix.merged(Won(*won), prefix.race_of(jnp.where(is_kept, x, -jnp.inf), ids, own)))
 
-        won = prefix.fold(tokens, raced, decided)
-        return answer(shape, refs, row, own, end, won, known.model_top, known.model_total)
+def race_piece(*refs, shape: Shape, trees):
+    """One piece: the race of its groups over their kept tokens."""
+    refs, state, end, group_top_ref, out = split(refs, trees)
+    row, piece, groups = piece_of(shape)
+    top, total, end = fetch(shape, (state.top, state.total, end), row)
+    own = row_of(shape, refs, row, top, total)
+    is_there = groups < shape.num_groups
+    group_top = shape.plt.load(group_top_ref.at[row, groups], mask=is_there, other=-jnp.inf)
+    may_win = (kept.ordered_keys(group_top) >= end.key) & prefix.is_above(group_top, own)
 
-    put(shape, out, row, prefix.branch(kind == SETTLED, copied, found))
+    def raced():
+        ids, _, x = tokens_of(shape, refs, row, groups, may_win)
+        is_kept = kept.is_kept(kept.ordered_keys(x), ids, end) & prefix.is_above(x, own)
+        inverse = inverse_temperature(own.t)
+        weight = jnp.where(is_kept, jnp.exp((x - race.finite_or_zero(group_top)[:, None]) * inverse), 0.0)
+        of_group = jnp.sum(weight, axis=1)
+        # The largest logit of a group is kept if any is.
+        own_top = jnp.where(of_group > 0.0, group_top, -jnp.inf)
+        first_ids = noise.GROUP * jnp.where(may_win, groups, 0)  # from a load: so each thread makes the noise of its own groups
+        high, low = race.scores(own_top, of_group, race.group_noise(own.keys, 0, first_ids), own.t)
+        return Raced(*race.best_score(high, low, first_ids), jnp.sum(of_group * prefix.weight_of(own_top, own)))
+
+    def nobody():
+        return Raced(jnp.float32(-jnp.inf), jnp.float32(0.0), jnp.int32(race.NO_ID), jnp.float32(0.0))
+
+    put(shape, out, (row, piece), prefix.branch(jnp.max(may_win.astype(jnp.int32)) > 0, raced, nobody))
+
+
+def finish(*refs, shape: Shape, trees):
+    """One row: the draw in the winning group."""
+    refs, state, end, summary, raced, out = split(refs, trees)
+    row = pl.program_id(0)
+    pieces = lambda ref, other: padded_load(shape, ref, row, shape.num_pieces, other)  # noqa: E731
+    top, total, end = fetch(shape, (state.top, state.total, end), row)
+    own = row_of(shape, refs, row, top, total)
+    high, low, winner = race.best_score(pieces(raced.high, -jnp.inf), pieces(raced.low, 0.0), pieces(raced.winner, race.NO_ID))
+    kept_total = jnp.where(finishing.has_law(top, total), jnp.sum(pieces(raced.total, 0.0)), jnp.nan)
+    first = jnp.where(winner == race.NO_ID, 0, winner)
+    ids = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP,), 0)
+    model, x = tokens_at(shape, refs, row, ids, ids < shape.vocab)
+    x = jnp.where(kept.is_kept(kept.ordered_keys(x), ids, end) & prefix.is_above(x, own), x, -jnp.inf)
+    won = race.Race(*(a[None] for a in (high, low, winner, top, kept_total)))
+    mass, t = None, own.t[None]
+    if shape.with_model:
+        model_top, model_total = race.mass_of(pieces(summary.model_top, -jnp.inf), pieces(summary.model_total, 0.0), jnp.float32(1))
+        mass = race.Mass(model_top[None], None, model_total[None])
+    draw = finishing.draw_in_group(tuple(key[None] for key in own.keys), t, won, mass, first[None], ids[:, None], model[:, None],
+                                   x[:, None], vocab=shape.vocab, sample=0)
+    draw = filtered.with_tempered(draw, kept_total[None], top[None], total[None], t)
+    put(shape, out, row, Draw(*map(jnp.sum, draw)))
 
 
 def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, vocab, vocab_axis=0, precision=None,
          with_log_probs=False, interpret=False) -> tuple[Draw, Kept]:
-    """As `filtered.draw` for one token per row; and the end of the prefix that top_k and top_p keep, each leaf `[rows]`."""
+    """As `filtered.draw` for one token per row; and the last token of the prefix that top_k and top_p keep. Leaves `[rows]`."""
     raw, _ = operands(h, w, TritonTiles(stored=True), vocab=vocab, vocab_axis=vocab_axis, precision=precision)
     rows = raw.shape[0]
     on = {name: x for name, x in filters._asdict().items() if x is not None}
@@ -399,13 +415,15 @@ def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, vocab, v
                              name=f"gumbeljax_{kernel.__name__}")(*jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(outputs), out)
 
-    piece, group, groups = of(f32, shape.num_pieces), of(f32, shape.num_groups), of(i32, shape.num_groups)
-    count, model = of(i32, shape.num_pieces), piece if with_log_probs else None
-    programs = rows * shape.num_pieces
+    programs, row = rows * shape.num_pieces, of(f32)
+    piece, count, group = of(f32, shape.num_pieces), of(i32, shape.num_pieces), of(f32, shape.num_groups)
+    model = piece if with_log_probs else None
+    end, listed = Kept(of(i32), of(i32)), of(i32, shape.num_pieces * IN_GAP)
     summary, = launch(summarise, programs, 4, (inputs,), (Summary(piece, piece, model, model, group, group),))
-    state = State(of(i32), of(f32), of(f32), of(i32), of(i32), of(f32), of(f32))
-    answers = Answer(of(i32), *[of(f32)] * 4, of(i32), of(i32))
-    state, settled, _ = launch(settle, rows, 16, (inputs, summary), (state, answers, groups))
-    swept, = launch(sweep, programs, 4, (inputs, state), (Sweep(piece, piece, count, piece, count, count, groups),))
-    answers, _ = launch(conclude, rows, 16, (inputs, state, settled, swept), (answers, groups))
-    return Draw(*answers[:5]), Kept(answers.key, answers.id)
+    state = State(of(i32), row, row, of(i32), of(i32), end)
+    state, _ = launch(settle, rows, 16, (inputs, summary), (state, of(i32, shape.listed)))
+    swept, = launch(sweep, programs, 4, (inputs, state), (Sweep(count, count, count, listed),))
+    end, _ = launch(conclude, rows, 16, (inputs, state, swept), (end, listed))
+    raced, = launch(race_piece, programs, 4, (inputs, state, end, summary.group_top), (Raced(piece, piece, count, piece),))
+    out, = launch(finish, rows, 1, (inputs, state, end, summary, raced), (Draw(of(i32), row, row, row, row),))
+    return out, end

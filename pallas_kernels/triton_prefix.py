@@ -32,11 +32,12 @@ class Row(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Blocks of (logits, ids); logits of what does not exist are -inf. `load` None: the first is all there is."""
+    """Blocks of (logits, ids), each `[groups, 16]`, in order of id; logits of what does not exist are -inf. Those of `held` are in
+    registers, and `load(block)` fetches further ones."""
 
-    first: tuple
+    held: tuple
     load: Callable | None = None
-    num_blocks: Any = 1
+    num_blocks: Any = 0
 
 
 class Span(NamedTuple):
@@ -49,10 +50,12 @@ class Span(NamedTuple):
 
 def fold(tokens: Tokens, f, init):
     """`carry = f(carry, logits, ids)` over the blocks."""
-    carry = f(init, *tokens.first)
+    carry = init
+    for x, ids in tokens.held:
+        carry = f(carry, x, ids)
     if tokens.load is None:
         return carry
-    return lax.fori_loop(1, tokens.num_blocks, lambda block, carry: f(carry, *tokens.load(block)), carry)
+    return lax.fori_loop(len(tokens.held), tokens.num_blocks, lambda block, carry: f(carry, *tokens.load(block)), carry)
 
 
 def branch(condition, a, b):
@@ -86,6 +89,10 @@ def no_end(vocab: int) -> Kept:
 
 def chosen(mass: Mass, where) -> Mass:
     return Mass(*(jnp.where(where, m, 0) for m in mass))
+
+
+def has_mass(mass: Mass):
+    return (mass.whole | mass.fine) != 0
 
 
 def either(condition, a, b):
@@ -158,8 +165,7 @@ def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, vocab: int)
 
     def look_at_tie(carry, x, ids):
         mass = chosen(measure(x, ids), kept.ordered_keys(x) == key)
-        is_tied = (mass.whole | mass.fine) != 0
-        return carry[0] + number(is_tied), jnp.maximum(carry[1], jnp.max(mass.whole)), jnp.maximum(carry[2], jnp.max(mass.fine))
+        return carry[0] + number(has_mass(mass)), jnp.maximum(carry[1], jnp.max(mass.whole)), jnp.maximum(carry[2], jnp.max(mass.fine))
 
     num_tied, *one = fold(tokens, look_at_tie, (jnp.int32(0),) * 3)  # equal logits have equal masses
 
@@ -167,17 +173,17 @@ def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, vocab: int)
         return ~kept.at_least(kept.carried(above.whole + n * one[0], above.fine + n * one[1]), target)
 
     def first_ids():
-        """As many of the tied tokens as it takes."""
+        """The id of the last of as many tied tokens as it takes. Blocks, and the ids in them, are in order."""
         needed = kept.bisect(too_few, jnp.int32(0), num_tied, vocab.bit_length())[1]
 
-        def fewer(id):
-            def f(count, x, ids):
-                mass = chosen(measure(x, ids), (kept.ordered_keys(x) == key) & (ids < id))
-                return count + number((mass.whole | mass.fine) != 0)
+        def count_ties(carry, x, ids):
+            count, last = carry
+            tied = (has_mass(measure(x, ids)) & (kept.ordered_keys(x) == key)).astype(jnp.int32)
+            of_group = jnp.sum(tied, axis=1)
+            place = (count + jnp.cumsum(of_group) - of_group)[:, None] + jnp.cumsum(tied, axis=1)
+            return count + number(of_group), jnp.maximum(last, jnp.max(jnp.where((tied > 0) & (place == needed), ids, -1)))
 
-            return fold(tokens, f, jnp.int32(0)) < needed
-
-        return kept.bisect(fewer, jnp.int32(0), jnp.int32(vocab), vocab.bit_length())[0]
+        return fold(tokens, count_ties, (jnp.int32(0), jnp.int32(-1)))[1]
 
     return Kept(key, branch(num_tied > 1, first_ids, lambda: jnp.int32(vocab)))
 
@@ -226,34 +232,6 @@ def is_on(row: Row, vocab: int):
     """Whether top_k and top_p cut this row."""
     off = jnp.bool_(False)
     return (off if row.top_k is None else (row.top_k > 0) & (row.top_k < vocab)), (off if row.top_p is None else row.top_p < 1.0)
-
-
-class Won(NamedTuple):
-    """The winner of a race, as in `race.Race`, and the mass of the kept tokens relative to the largest logit of the row."""
-
-    high: Any
-    low: Any
-    winner: Any
-    total: Any
-
-
-def nobody() -> Won:
-    return Won(jnp.float32(-jnp.inf), jnp.float32(0.0), jnp.int32(race.NO_ID), jnp.float32(0.0))
-
-
-def merged(a: Won, b: Won) -> Won:
-    """The better of two winners, and both masses."""
-    wins = (b.high > a.high) | ((b.high == a.high) & ((b.low > a.low) | ((b.low == a.low) & (b.winner < a.winner))))
-    return either(wins, b, a)._replace(total=a.total + b.total)
-
-
-def race_of(x, ids, row: Row) -> Won:
-    """The race of a block of kept logits `[groups, 16]`, -inf elsewhere."""
-    top = jnp.max(x, axis=1)
-    total = jnp.sum(jnp.exp((x - race.finite_or_zero(top)[:, None]) * inverse_temperature(row.t)), axis=1)
-    first_ids = jnp.min(ids, axis=1)
-    high, low = race.scores(top, total, race.group_noise(row.keys, 0, first_ids), row.t)
-    return Won(*race.best_score(high, low, first_ids), jnp.sum(total * weight_of(top, row)))
 
 
 def undecided_span(samples, row: Row, by_count, lowest, vocab: int):

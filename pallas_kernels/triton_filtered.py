@@ -25,7 +25,7 @@ from pallas_kernels import finish as finishing
 from pallas_kernels import triton_prefix as prefix
 from pallas_kernels.finish import Draw
 from pallas_kernels.kept import Filters, Kept, Mass
-from pallas_kernels.logits import Elementwise, inverse_temperature, model_logits, processed_logits
+from pallas_kernels.logits import Elementwise, model_logits, processed_logits
 from pallas_kernels.tiles import TritonTiles
 from pallas_kernels.triton import operands
 from pallas_kernels.triton_finish import given, like
@@ -33,7 +33,7 @@ from pallas_kernels.triton_prefix import Row, Span, Tokens
 
 PIECE = 256  # groups of a program that reads whole rows
 LISTED = 256  # groups whose tokens 16 warps hold in registers, and half of the fewest that they list
-STREAMED = 1024  # groups that they read at a time where they read a whole row
+STREAMED = 512  # groups that they read at a time where they read a whole row
 IN_GAP = 256  # tokens of a piece that may lie in the gap
 SETTLED, IN_SPAN, WHOLE = range(3)
 
@@ -276,17 +276,18 @@ def sweep(*refs, shape: Shape, trees):
         known = fetch(shape, state, row)
         own = row_of(shape, refs, row, known.top, known.total)
         ids, _, x = tokens_of(shape, refs, row, groups, groups < shape.num_groups)
-        keys = kept.ordered_keys(x)
-        is_over = keys >= known.high
+        is_over = x >= kept.logits_of(known.high)
         mass = Mass(prefix.number(is_over), jnp.int32(0))
         if own.top_p is not None:
             over = jnp.sum(jnp.sum(jnp.where(is_over, prefix.weight_of(x, own), 0.0), axis=1))
             over = Mass(*(jnp.sum(m) for m in kept.fixed_point(over[None, None], own.total[None])))
             mass = prefix.either(own.top_p < 1.0, over, mass)
-        is_in = ((keys >= known.low) & ~is_over).astype(jnp.int32)
-        of_group = jnp.sum(is_in, axis=1)
-        place = (jnp.cumsum(of_group) - of_group)[:, None] + jnp.cumsum(is_in, axis=1) - 1
-        fits = (is_in > 0) & (place < IN_GAP)
+        is_in = (x >= kept.logits_of(known.low)) & ~is_over
+        bit = jnp.int32(1) << lax.broadcasted_iota(jnp.int32, (1, noise.GROUP), 1)
+        bits = jnp.sum(jnp.where(is_in, bit, 0), axis=1)
+        of_group = lax.population_count(bits)
+        place = (jnp.cumsum(of_group) - of_group)[:, None] + lax.population_count(bits[:, None] & (bit - 1))
+        fits = is_in & (place < IN_GAP)
         shape.plt.store(out.ids.at[row, jnp.where(fits, piece * IN_GAP + place, shape.num_pieces * IN_GAP)], ids, mask=fits)
         put(shape, (out.whole, out.fine, out.num_listed), (row, piece), (*mass, prefix.number(of_group)))
 
@@ -354,10 +355,10 @@ def race_piece(*refs, shape: Shape, trees):
 
     def raced():
         ids, _, x = tokens_of(shape, refs, row, groups, may_win)
-        is_kept = kept.is_kept(kept.ordered_keys(x), ids, end) & prefix.is_above(x, own)
-        inverse = inverse_temperature(own.t)
-        weight = jnp.where(is_kept, jnp.exp((x - race.finite_or_zero(group_top)[:, None]) * inverse), 0.0)
-        of_group = jnp.sum(weight, axis=1)
+        is_kept = prefix.is_in_prefix(x, ids, end)
+        if own.min_p is not None:
+            is_kept &= prefix.is_above(x, own)
+        of_group = jnp.sum(jnp.where(is_kept, prefix.weight_of(x, own._replace(top=group_top[:, None])), 0.0), axis=1)
         # The largest logit of a group is kept if any is.
         own_top = jnp.where(of_group > 0.0, group_top, -jnp.inf)
         first_ids = noise.GROUP * jnp.where(may_win, groups, 0)  # from a load: so each thread makes the noise of its own groups
@@ -382,7 +383,7 @@ def finish(*refs, shape: Shape, trees):
     first = jnp.where(winner == race.NO_ID, 0, winner)
     ids = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP,), 0)
     model, x = tokens_at(shape, refs, row, ids, ids < shape.vocab)
-    x = jnp.where(kept.is_kept(kept.ordered_keys(x), ids, end) & prefix.is_above(x, own), x, -jnp.inf)
+    x = jnp.where(prefix.is_in_prefix(x, ids, end) & prefix.is_above(x, own), x, -jnp.inf)
     won = race.Race(*(a[None] for a in (high, low, winner, top, kept_total)))
     mass, t = None, own.t[None]
     if shape.with_model:

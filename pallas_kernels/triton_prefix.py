@@ -17,6 +17,7 @@ from pallas_kernels.logits import inverse_temperature
 
 MOST = 2**31 - 1
 LEAST_FINITE = -3.4028235e38
+LOG2_E = 1.4426950408889634
 
 
 class Row(NamedTuple):
@@ -111,8 +112,14 @@ def ones(x, ids) -> Mass:
 
 
 def weight_of(x, row: Row):
-    """`exp((x - top) / T)`"""
-    return jnp.exp((x - race.finite_or_zero(row.top)) * inverse_temperature(row.t))
+    """`exp((x - top) / T)`, by the power of 2, which takes half the instructions."""
+    return jnp.exp2((x - race.finite_or_zero(row.top)) * (LOG2_E * inverse_temperature(row.t)))
+
+
+def is_in_prefix(x, ids, end: Kept):
+    """As `kept.is_kept`, by the order of the logits themselves; what is -inf or NaN is in no prefix."""
+    edge = jnp.where(end.key == LOWEST, -jnp.inf, kept.logits_of(end.key))
+    return (x > edge) | ((x == edge) & (ids <= end.id) & (edge > -jnp.inf))
 
 
 def masses(row: Row):

@@ -332,7 +332,7 @@ def conclude(*refs, shape: Shape, trees):
         own = row_of(shape, refs, row, known.top, known.total)
         above = kept.carried(*(prefix.number(padded_load(shape, ref, row, shape.num_pieces, 0))
                                for ref in (swept.whole, swept.fine)))
-        tokens = Tokens((load(0),), load, lax.div(num_listed + size - 1, jnp.int32(size)))
+        tokens = Tokens((load(0), load(1)), load, lax.div(num_listed + size - 1, jnp.int32(size)))
         found = prefix.search(tokens, own, Span(known.low, known.high, above), jnp.bool_(False), shape.vocab)
         is_found = found.is_found & (jnp.max(number) <= IN_GAP)
         return prefix.branch(is_found, lambda: found.end, in_row)

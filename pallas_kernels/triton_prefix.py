@@ -231,7 +231,8 @@ def search(tokens: Tokens, row: Row, span: Span, is_whole, vocab: int) -> Found:
         p_found = is_p & k_found & (is_whole | enough)
         target = least_of(target, there)
         of_k = end
-        end = branch(p_found, lambda: end_of_prefix(tokens, inside, target, span, vocab), lambda: of_k)
+        key, id = branch(p_found, lambda: end_of_prefix(tokens, inside, target, span, vocab), lambda: of_k)
+        end = Kept(key, jnp.where(key == of_k.key, jnp.minimum(id, of_k.id), id))  # more may be tied than top_k left
     return Found(end, ~(is_p & ~k_found) & ((is_k & k_found) | p_found))
 
 
@@ -245,7 +246,7 @@ def undecided_span(samples, row: Row, by_count, lowest, vocab: int):
     """(low, high): logits between which the end of the prefix is likely to lie, from one logit of each group, `[groups]`.
 
     What is dropped has nearly known mass: that of the samples below a logit, 16 times, has a standard deviation of at most
-    `sqrt(16 w mass)` for weights up to w.
+    `sqrt(16 w mass)` for weights up to w. Of a count, where w is 1, only a share of that is left: the share that is not below.
     """
     dropped = jnp.float32(0.0) if row.top_p is None else (1.0 - row.top_p) * row.total
     if row.top_k is not None:
@@ -254,7 +255,7 @@ def undecided_span(samples, row: Row, by_count, lowest, vocab: int):
 
     def below(value):
         mass = noise.GROUP * jnp.sum(jnp.where(samples < value, weights, 0.0))
-        largest = jnp.where(by_count, 1.0, weight_of(value, row))
+        largest = jnp.where(by_count, jnp.maximum(1.0 - mass / vocab, 0.0), weight_of(value, row))
         return mass, 3.5 * jnp.sqrt(noise.GROUP * largest * mass)
 
     def halve(_, ends):

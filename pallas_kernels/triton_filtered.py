@@ -1,11 +1,12 @@
-"""Draws under filters on NVIDIA GPUs: XLA's product leaves the logits, six small kernels do the rest, and nothing is sorted.
+"""Draws under filters on NVIDIA GPUs: XLA's product leaves the logits, six small kernels do the rest, and nothing is
+sorted.
 
-    summarise   a program per piece of a row: its mass, the largest logit of every group, and one logit of every group as a sample
+    summarise   a program per piece of a row: its mass, the largest logit of every group, one logit of every group as a sample
     settle      a program per row: the end of the kept prefix, if the groups with the largest logits hold it; else, from the
                 samples, a gap between two logits in which it is likely to be
     sweep       a program per piece of a row that is not settled: the mass above that gap, and a list of the tokens in it
-    conclude    a program per row that is not settled: the end among the listed tokens. If the gap missed it, or where both top_k
-                and top_p need more than the largest groups, this searches the whole row
+    conclude    a program per row that is not settled: the end among the listed tokens. If the gap missed it, or where top_k and
+                top_p both need more than the largest groups, this searches the whole row
     race        a program per piece: the race of the groups that keep a token
     finish      a program per row: the token
 
@@ -91,7 +92,7 @@ class State(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """Of the pieces, `[rows, pieces]`: the mass above the gap, and how many tokens lie in it; `[rows, pieces * 256]`: their ids."""
+    """Of the pieces, `[rows, pieces]`: the mass above the gap, how many tokens lie in it; `[rows, pieces * 256]`: their ids."""
 
     whole: Any
     fine: Any
@@ -240,7 +241,7 @@ def settle(*refs, shape: Shape, trees):
                                           (lowest, top, over(top), jnp.int32(0)))
     lowest_listed = jnp.where(is_whole, prefix.LEAST_FINITE, jnp.where(num_over > shape.listed, jnp.inf, high))
     is_listed = (group_top >= lowest_listed) & (group_top < jnp.inf)
-    place = jnp.cumsum(is_listed.astype(jnp.int32)) - 1
+    place = prefix.cumsum(is_listed.astype(jnp.int32)) - 1
     num_listed = jnp.sum(is_listed, dtype=jnp.int32)
     shape.plt.store(list_ref.at[row, jnp.where(is_listed, place, shape.listed)],
                     lax.broadcasted_iota(jnp.int32, is_listed.shape, 0), mask=is_listed & (place < shape.listed))
@@ -280,13 +281,13 @@ def sweep(*refs, shape: Shape, trees):
         mass = Mass(prefix.number(is_over), jnp.int32(0))
         if own.top_p is not None:
             over = jnp.sum(jnp.sum(jnp.where(is_over, prefix.weight_of(x, own), 0.0), axis=1))
-            over = Mass(*(jnp.sum(m) for m in kept.fixed_point(over[None, None], own.total[None])))
+            over = Mass(*map(prefix.number, kept.fixed_point(over[None, None], own.total[None])))
             mass = prefix.either(own.top_p < 1.0, over, mass)
         is_in = (x >= kept.logits_of(known.low)) & ~is_over
         bit = jnp.int32(1) << lax.broadcasted_iota(jnp.int32, (1, noise.GROUP), 1)
-        bits = jnp.sum(jnp.where(is_in, bit, 0), axis=1)
+        bits = jnp.sum(jnp.where(is_in, bit, 0), axis=1, dtype=jnp.int32)
         of_group = lax.population_count(bits)
-        place = (jnp.cumsum(of_group) - of_group)[:, None] + lax.population_count(bits[:, None] & (bit - 1))
+        place = (prefix.cumsum(of_group) - of_group)[:, None] + lax.population_count(bits[:, None] & (bit - 1))
         fits = is_in & (place < IN_GAP)
         shape.plt.store(out.ids.at[row, jnp.where(fits, piece * IN_GAP + place, shape.num_pieces * IN_GAP)], ids, mask=fits)
         put(shape, (out.whole, out.fine, out.num_listed), (row, piece), (*mass, prefix.number(of_group)))
@@ -318,7 +319,7 @@ def conclude(*refs, shape: Shape, trees):
         pieces, slots = (lax.broadcasted_iota(jnp.int32, (number.shape[0], IN_GAP), axis) for axis in range(2))
         is_there = slots < number[:, None]
         ids = shape.plt.load(swept.ids.at[row, pieces * IN_GAP + slots], mask=is_there, other=0)
-        place = (jnp.cumsum(number) - number)[:, None] + slots
+        place = (prefix.cumsum(number) - number)[:, None] + slots
         shape.plt.store(list_ref.at[row, jnp.where(is_there, place, shape.num_pieces * IN_GAP)], ids, mask=is_there)
         barrier(shape)
         num_listed, size = prefix.number(number), shape.listed * noise.GROUP
@@ -387,12 +388,14 @@ def finish(*refs, shape: Shape, trees):
     won = race.Race(*(a[None] for a in (high, low, winner, top, kept_total)))
     mass, t = None, own.t[None]
     if shape.with_model:
-        model_top, model_total = race.mass_of(pieces(summary.model_top, -jnp.inf), pieces(summary.model_total, 0.0), jnp.float32(1))
+        masses = pieces(summary.model_top, -jnp.inf), pieces(summary.model_total, 0.0)
+        model_top, model_total = race.mass_of(*masses, jnp.float32(1.0))
         mass = race.Mass(model_top[None], None, model_total[None])
-    draw = finishing.draw_in_group(tuple(key[None] for key in own.keys), t, won, mass, first[None], ids[:, None], model[:, None],
-                                   x[:, None], vocab=shape.vocab, sample=0)
+    keys = tuple(key[None] for key in own.keys)
+    draw = finishing.draw_in_group(keys, t, won, mass, first[None], ids[:, None], model[:, None], x[:, None], vocab=shape.vocab,
+                                   sample=0)
     draw = filtered.with_tempered(draw, kept_total[None], top[None], total[None], t)
-    put(shape, out, row, Draw(*map(jnp.sum, draw)))
+    put(shape, out, row, Draw(*(x.reshape(()) for x in draw)))
 
 
 def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, vocab, vocab_axis=0, precision=None,

@@ -33,8 +33,8 @@ class Row(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Blocks of (logits, ids), each `[groups, 16]`, in order of id; logits of what does not exist are -inf. Those of `held` are in
-    registers, and `load(block)` fetches further ones."""
+    """Blocks of (logits, ids), each `[groups, 16]`, in order of id; logits of what does not exist are -inf. Those of `held` are
+    in registers, and `load(block)` fetches further ones."""
 
     held: tuple
     load: Callable | None = None
@@ -56,7 +56,8 @@ def fold(tokens: Tokens, f, init):
         carry = f(carry, x, ids)
     if tokens.load is None:
         return carry
-    return lax.fori_loop(len(tokens.held), tokens.num_blocks, lambda block, carry: f(carry, *tokens.load(block)), carry)
+    one = lambda block, carry: f(carry, *tokens.load(jnp.asarray(block, jnp.int32)))  # noqa: E731
+    return lax.fori_loop(len(tokens.held), tokens.num_blocks, one, carry)
 
 
 def branch(condition, a, b):
@@ -68,6 +69,11 @@ def branch(condition, a, b):
 def number(x):
     """Sum of a tile to an int32 scalar."""
     return jnp.sum(x, dtype=jnp.int32)
+
+
+def cumsum(x):
+    """Along the last axis, int32."""
+    return lax.cumsum(x, axis=x.ndim - 1)
 
 
 def add_up(tokens: Tokens, measure, start: Mass) -> Mass:
@@ -172,7 +178,8 @@ def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, vocab: int)
 
     def look_at_tie(carry, x, ids):
         mass = chosen(measure(x, ids), kept.ordered_keys(x) == key)
-        return carry[0] + number(has_mass(mass)), jnp.maximum(carry[1], jnp.max(mass.whole)), jnp.maximum(carry[2], jnp.max(mass.fine))
+        count, whole, fine = carry
+        return count + number(has_mass(mass)), jnp.maximum(whole, jnp.max(mass.whole)), jnp.maximum(fine, jnp.max(mass.fine))
 
     num_tied, *one = fold(tokens, look_at_tie, (jnp.int32(0),) * 3)  # equal logits have equal masses
 
@@ -186,8 +193,8 @@ def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, vocab: int)
         def count_ties(carry, x, ids):
             count, last = carry
             tied = (has_mass(measure(x, ids)) & (kept.ordered_keys(x) == key)).astype(jnp.int32)
-            of_group = jnp.sum(tied, axis=1)
-            place = (count + jnp.cumsum(of_group) - of_group)[:, None] + jnp.cumsum(tied, axis=1)
+            of_group = jnp.sum(tied, axis=1, dtype=jnp.int32)
+            place = (count + cumsum(of_group) - of_group)[:, None] + cumsum(tied)
             return count + number(of_group), jnp.maximum(last, jnp.max(jnp.where((tied > 0) & (place == needed), ids, -1)))
 
         return fold(tokens, count_ties, (jnp.int32(0), jnp.int32(-1)))[1]
@@ -209,7 +216,7 @@ def search(tokens: Tokens, row: Row, span: Span, is_whole, vocab: int) -> Found:
     Where the end is not in the span the prefix is longer, and this says that it was not found.
     """
     is_k, is_p = is_on(row, vocab)
-    end, k_found, p_found = no_end(vocab), ~is_k, jnp.bool_(False)
+    end, k_found, p_found = no_end(vocab), ~is_k, is_k & ~is_k
 
     def in_span(measure):
         return lambda x, ids: chosen(measure(x, ids), (kept.ordered_keys(x) >= span.low) & (kept.ordered_keys(x) < span.high))
@@ -238,15 +245,16 @@ def search(tokens: Tokens, row: Row, span: Span, is_whole, vocab: int) -> Found:
 
 def is_on(row: Row, vocab: int):
     """Whether top_k and top_p cut this row."""
-    off = jnp.bool_(False)
-    return (off if row.top_k is None else (row.top_k > 0) & (row.top_k < vocab)), (off if row.top_p is None else row.top_p < 1.0)
+    off = row.t > row.t  # Triton's lowering negates no constant
+    is_k = off if row.top_k is None else (row.top_k > 0) & (row.top_k < vocab)
+    return is_k, off if row.top_p is None else row.top_p < 1.0
 
 
 def undecided_span(samples, row: Row, by_count, lowest, vocab: int):
     """(low, high): logits between which the end of the prefix is likely to lie, from one logit of each group, `[groups]`.
 
     What is dropped has nearly known mass: that of the samples below a logit, 16 times, has a standard deviation of at most
-    `sqrt(16 w mass)` for weights up to w. Of a count, where w is 1, only a share of that is left: the share that is not below.
+    `sqrt(16 w mass)` for weights up to w. Of a count, where w is 1, the share that is not below takes its part away from it.
     """
     dropped = jnp.float32(0.0) if row.top_p is None else (1.0 - row.top_p) * row.total
     if row.top_k is not None:

@@ -1,8 +1,8 @@
 """Filters on one GPU, bfloat16: device time of `sample` with top_k, top_p, min_p beside `sample` without and the usual idioms.
 
 A cell is a head, a number of rows, a set of filters and a kind of logits. Kinds are temperatures of one random head, at which
-90% of the mass lies on about so many tokens, and worst cases. Temperature, filters and mask are traced, so all kinds of a cell run
-one compiled loop. Before a cell is timed its tokens are compared with implementation="xla" on a head whose logits are exact.
+90% of the mass lies on about so many tokens, and worst cases. Temperature, filters and mask are traced, so all kinds of a cell
+run one compiled loop. Before a cell is timed its tokens are compared with implementation="xla" on a head of exact logits.
 """
 
 from collections.abc import Callable, Iterator

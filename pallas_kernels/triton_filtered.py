@@ -180,6 +180,12 @@ def padded_load(shape: Shape, ref, row, size: int, other):
     return shape.plt.load(ref.at[row, place], mask=place < size, other=other)
 
 
+def scatter(shape: Shape, ref, row, places, values, mask):
+    """Stores values at places of a row. The interpreter stores what is there also where the mask is false: so, nowhere."""
+    places = jnp.where(mask, places, ref.shape[1]) if shape.interpret else places
+    shape.plt.store(ref.at[row, places], values, mask=mask)
+
+
 def barrier(shape: Shape):
     """What threads of a program stored can be read by the others."""
     if not shape.interpret:
@@ -243,8 +249,8 @@ def settle(*refs, shape: Shape, trees):
     is_listed = (group_top >= lowest_listed) & (group_top < jnp.inf)
     place = prefix.cumsum(is_listed.astype(jnp.int32)) - 1
     num_listed = jnp.sum(is_listed, dtype=jnp.int32)
-    shape.plt.store(list_ref.at[row, jnp.where(is_listed, place, shape.listed)],
-                    lax.broadcasted_iota(jnp.int32, is_listed.shape, 0), mask=is_listed & (place < shape.listed))
+    groups = lax.broadcasted_iota(jnp.int32, is_listed.shape, 0)
+    scatter(shape, list_ref, row, place, groups, is_listed & (place < shape.listed))
     barrier(shape)
     place = lax.broadcasted_iota(jnp.int32, (shape.listed,), 0)
     groups = shape.plt.load(list_ref.at[row, place], mask=place < num_listed, other=0)
@@ -287,10 +293,14 @@ def sweep(*refs, shape: Shape, trees):
         bit = jnp.int32(1) << lax.broadcasted_iota(jnp.int32, (1, noise.GROUP), 1)
         bits = jnp.sum(jnp.where(is_in, bit, 0), axis=1, dtype=jnp.int32)
         of_group = lax.population_count(bits)
-        place = (prefix.cumsum(of_group) - of_group)[:, None] + lax.population_count(bits[:, None] & (bit - 1))
-        fits = is_in & (place < IN_GAP)
-        shape.plt.store(out.ids.at[row, jnp.where(fits, piece * IN_GAP + place, shape.num_pieces * IN_GAP)], ids, mask=fits)
-        put(shape, (out.whole, out.fine, out.num_listed), (row, piece), (*mass, prefix.number(of_group)))
+        num_listed = prefix.number(of_group)
+        put(shape, (out.whole, out.fine, out.num_listed), (row, piece), (*mass, num_listed))
+
+        @pl.when((num_listed > 0) & (num_listed <= IN_GAP))
+        def _():
+            of_piece = piece * IN_GAP + prefix.cumsum(of_group) - of_group
+            places = of_piece[:, None] + lax.population_count(bits[:, None] & (bit - 1))
+            scatter(shape, out.ids, row, places, ids, (bits[:, None] & bit) != 0)
 
 
 def conclude(*refs, shape: Shape, trees):
@@ -317,10 +327,10 @@ def conclude(*refs, shape: Shape, trees):
         """Among the tokens that the sweep listed, if it is there."""
         number = padded_load(shape, swept.num_listed, row, shape.num_pieces, 0)
         pieces, slots = (lax.broadcasted_iota(jnp.int32, (number.shape[0], IN_GAP), axis) for axis in range(2))
-        is_there = slots < number[:, None]
+        is_there = slots < jnp.where(number <= IN_GAP, number, 0)[:, None]
         ids = shape.plt.load(swept.ids.at[row, pieces * IN_GAP + slots], mask=is_there, other=0)
         place = (prefix.cumsum(number) - number)[:, None] + slots
-        shape.plt.store(list_ref.at[row, jnp.where(is_there, place, shape.num_pieces * IN_GAP)], ids, mask=is_there)
+        scatter(shape, list_ref, row, place, ids, is_there)
         barrier(shape)
         num_listed, size = prefix.number(number), shape.listed * noise.GROUP
 
@@ -359,7 +369,8 @@ def race_piece(*refs, shape: Shape, trees):
         is_kept = prefix.is_in_prefix(x, ids, end)
         if own.min_p is not None:
             is_kept &= prefix.is_above(x, own)
-        of_group = jnp.sum(jnp.where(is_kept, prefix.weight_of(x, own._replace(top=group_top[:, None])), 0.0), axis=1)
+        weight = prefix.weight_below(x - race.finite_or_zero(group_top)[:, None], own)
+        of_group = jnp.sum(jnp.where(is_kept, weight, 0.0), axis=1)
         # The largest logit of a group is kept if any is.
         own_top = jnp.where(of_group > 0.0, group_top, -jnp.inf)
         first_ids = noise.GROUP * jnp.where(may_win, groups, 0)  # from a load: so each thread makes the noise of its own groups

@@ -118,14 +118,19 @@ def ones(x, ids) -> Mass:
 
 
 def weight_of(x, row: Row):
-    """`exp((x - top) / T)`, by the power of 2, which takes half the instructions."""
-    return jnp.exp2((x - race.finite_or_zero(row.top)) * (LOG2_E * inverse_temperature(row.t)))
+    """`exp((x - top) / T)`"""
+    return weight_below(x - race.finite_or_zero(row.top), row)
+
+
+def weight_below(gap, row: Row):
+    """`exp(gap / T)`, as a power of 2, which takes half the instructions."""
+    return jnp.exp2(gap * (LOG2_E * inverse_temperature(row.t)))
 
 
 def is_in_prefix(x, ids, end: Kept):
     """As `kept.is_kept`, by the order of the logits themselves; what is -inf or NaN is in no prefix."""
-    edge = jnp.where(end.key == LOWEST, -jnp.inf, kept.logits_of(end.key))
-    return (x > edge) | ((x == edge) & (ids <= end.id) & (edge > -jnp.inf))
+    edge = jnp.where(end.key == LOWEST, LEAST_FINITE, kept.logits_of(end.key))
+    return (x > edge) | ((x == edge) & (ids <= end.id))
 
 
 def masses(row: Row):

@@ -158,7 +158,7 @@ def piece_of(shape: Shape):
     return lax.div(program, pieces), piece, piece * shape.piece + lax.broadcasted_iota(jnp.int32, (shape.piece,), 0)
 
 
-def row_of(shape: Shape, refs: Inputs, row, top=None, total=None) -> Row:
+def row_of(shape: Shape, refs: Inputs, row, top: Any = None, total: Any = None) -> Row:
     number = lambda ref: shape.plt.load(ref.at[row])  # noqa: E731
     filters = dict(zip(shape.filters, map(number, refs.filters), strict=True))
     return Row(tuple(map(number, refs.keys)), number(refs.t), top, total, *map(filters.get, Filters._fields))
@@ -282,9 +282,9 @@ def sweep(*refs, shape: Shape, trees):
     def _():
         known = fetch(shape, state, row)
         own = row_of(shape, refs, row, known.top, known.total)
-        ids, _, x = tokens_of(shape, refs, row, groups, groups < shape.num_groups)
+        ids, _model, x = tokens_of(shape, refs, row, groups, groups < shape.num_groups)
         is_over = x >= kept.logits_of(known.high)
-        mass = Mass(prefix.number(is_over), jnp.int32(0))
+        mass: Mass = Mass(prefix.number(is_over), jnp.int32(0))
         if own.top_p is not None:
             over = jnp.sum(jnp.sum(jnp.where(is_over, prefix.weight_of(x, own), 0.0), axis=1))
             over = Mass(*map(prefix.number, kept.fixed_point(over[None, None], own.total[None])))

@@ -54,9 +54,9 @@ def fold(tokens: Tokens, f, init):
     carry = init
     for x, ids in tokens.held:
         carry = f(carry, x, ids)
-    if tokens.load is None:
+    if (load := tokens.load) is None:
         return carry
-    one = lambda block, carry: f(carry, *tokens.load(jnp.asarray(block, jnp.int32)))  # noqa: E731
+    one = lambda block, carry: f(carry, *load(jnp.asarray(block, jnp.int32)))  # noqa: E731
     return lax.fori_loop(len(tokens.held), tokens.num_blocks, one, carry)
 
 

@@ -1,7 +1,8 @@
-"""The CPU claim of filters: `sample` with top_k, top_p or min_p takes at most 1.5 times the time of `sample` without.
+"""`sample` with top_k, top_p or min_p beside `sample` without.
 
-On the head of SmolLM2-135M with the hidden states of a real text, in float32. Before anything is timed the kept set and the
-tokens are compared with a sort in float64.
+On a CPU, the head of SmolLM2-135M with the hidden states of a real text, in float32: the claim is at most 1.5 times the time.
+Before anything is timed the kept set and the tokens are compared with a sort in float64. On a GPU, see
+`benchmarks.gpu_filters`.
 """
 
 import argparse
@@ -15,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 import gumbeljax
-from benchmarks import harness, timing
-from gumbeljax import models
+from benchmarks import gpu_filters, harness, timing
+from benchmarks.bench_gpu import random_head
+from benchmarks.shapes import HEADS, QWEN3_1_7B, QWEN3_8B
 
 TEXT = "The ship left the harbour at dawn, and nobody on the quay could say when, or whether, it would come back."
 CASES = {
@@ -28,6 +30,8 @@ TARGET = 1.5
 
 def hidden_states() -> tuple[jax.Array, jax.Array]:
     """(h [tokens, d_model], w) of the text."""
+    from gumbeljax import models  # needs flax, which a machine that times GPUs may not have
+
     model, tokenizer = models.load(models.find_smollm2())
     decode_fn, params = models.as_decode_fn(model)
     tokens = jnp.asarray([tokenizer.encode(TEXT)])
@@ -64,17 +68,51 @@ def check(h: jax.Array, w: jax.Array, keys: jax.Array, options: dict) -> int:
     return int(kept.sum(1).max())
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
+    on_gpu = jax.default_backend() == "gpu"
+    rows, name = ([1, 16, 64, 128, 256], "filters-gpu") if on_gpu else ([1, 16], "filters-cpu")
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_filters", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20, help="turns that each contender takes (default 20)")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16], help="batch sizes (default 1 16)")
-    parser.add_argument("--name", default="filters-cpu", help="results/<name>.json is written (default filters-cpu)")
-    arguments = parser.parse_args()
+    parser.add_argument("--rows", type=int, nargs="+", default=rows, help="batch sizes")
+    parser.add_argument("--name", default=name, help=f"results/<name>.json is written (default {name})")
+    gpu = parser.add_argument_group("on a GPU")
+    heads = [QWEN3_1_7B.name, QWEN3_8B.name]
+    gpu.add_argument("--heads", nargs="+", choices=[head.name for head in HEADS], default=heads)
+    gpu.add_argument("--filters", nargs="+", choices=gpu_filters.FILTERS, default=list(gpu_filters.FILTERS))
+    kinds = [*gpu_filters.NUCLEI, *gpu_filters.WORST]
+    gpu.add_argument("--logits", nargs="+", choices=kinds, default=kinds)
+    gpu.add_argument("--processors", action="store_true", help="with a mask for each row and a bias")
+    gpu.add_argument("--no-idioms", action="store_true", help="without lax.top_k, sort and mask idioms, which take long")
+    return parser.parse_args()
+
+
+def on_gpu(arguments: argparse.Namespace) -> None:
+    results = []
+    for head in (head for head in HEADS if head.name in arguments.heads):
+        w = random_head(head)
+        for rows in arguments.rows:
+            for names in arguments.filters:
+                results += gpu_filters.measure(head, rows, w, names, arguments.logits, with_processors=arguments.processors,
+                                               idioms=not arguments.no_idioms, rounds=arguments.rounds)
+                # After every cell: a long run may be cut short.
+                harness.save(arguments.name, results, claim=gpu_filters.__doc__.splitlines()[0], base=gpu_filters.SAMPLE)
+    Console(width=150).print(gpu_filters.table(results))
+
+
+def main() -> None:
+    arguments = parse()
+    if jax.default_backend() == "gpu":
+        on_gpu(arguments)
+    else:
+        on_cpu(arguments)
+
+
+def on_cpu(arguments: argparse.Namespace) -> None:
     console = Console()
     with console.status("the model, the text"):
         all_h, w = hidden_states()
     if max(arguments.rows) > len(all_h):
-        parser.error(f"--rows must be at most {len(all_h)}, the tokens of the text")
+        raise SystemExit(f"--rows must be at most {len(all_h)}, the tokens of the text")
     results = []
     for rows in arguments.rows:
         h, keys = all_h[-rows:], jax.random.split(jax.random.key(0), rows)

@@ -87,9 +87,9 @@ def _operands(h, w, batch_shape, width, vocab, *, temperature, top_k, top_p, min
 
 def prepare(h, w, *, temperature=1.0, top_k=None, top_p=None, min_p=None, valid_vocab=None, logit_bias=None, mask=None,
             processors=None, vocab_axis=0, scale=None, soft_cap=None, precision=None, implementation=None, axis_name=None,
-            groups=False) -> tuple[Operands, Config, tuple[int, ...]]:
+            groups=False, one_draw=False) -> tuple[Operands, Config, tuple[int, ...]]:
     """Checks the arguments common to all entry points; the last result is the batch shape. `groups`: the call will need
-    the masses of all groups."""
+    the masses of all groups. `one_draw`: it draws one token per row."""
     axes = _mesh.vocabulary_axes(axis_name, _checks.table_of(w), h=h, temperature=temperature, top_k=top_k, top_p=top_p,
                                  min_p=min_p)
     head, device = _checks.head(h, w, vocab_axis, None if axes else valid_vocab), _implementation.device_facts(h)
@@ -107,7 +107,8 @@ def prepare(h, w, *, temperature=1.0, top_k=None, top_p=None, min_p=None, valid_
     operands = operands._replace(valid=valid, weight_scale=head.weight_scale)
     name, tiles = _implementation.plan(
         head.h, head.w, implementation, device, vocab_axis=head.vocab_axis,
-        options=Elementwise(None, None, *operands.dense(), valid), groups=groups, filters=operands.filters is not None)
+        options=Elementwise(None, None, *operands.dense(), valid), groups=groups, filters=operands.filters is not None,
+        one_draw=one_draw and not axes)
     config = Config(
         name, device, head.vocab, head.vocab_axis, _checks.constant(scale, "scale"),
         _checks.constant(soft_cap, "soft_cap", positive=True), _implementation.precision_of(precision, head.h.dtype), axes,
@@ -135,9 +136,9 @@ def choose_implementation(h: ArrayLike, w: ArrayLike, implementation: str | Tuni
     """The implementation that `sample(h, w, key, ...)` runs with these arguments: "xla", "triton" or "mosaic".
 
     None chooses: what was measured to be fastest for this shape and device, where the package has a measurement; else, by
-    rule, on an NVIDIA GPU "xla" with filters (`top_k`, `top_p`, `min_p`), else "mosaic" where it can run (Hopper, 16-bit
-    floats, no `logit_bias`, `mask` or `processors`), else "triton"; "xla" everywhere else. A named one is returned if it can
-    run here.
+    rule, on an NVIDIA GPU "mosaic" where it can run (Hopper, 16-bit floats, no `logit_bias`, `mask`, `processors` or filters),
+    else "triton" (with `top_k`, `top_p` or `min_p` only for one token per row); "xla" everywhere else. A named one is returned
+    if it can run here.
 
     Args:
       h, w, implementation, num_samples, options: as `sample`.
@@ -150,4 +151,5 @@ def choose_implementation(h: ArrayLike, w: ArrayLike, implementation: str | Tuni
     >>> gumbeljax.choose_implementation(jnp.ones(16), jnp.ones((32, 16)), "xla")
     'xla'
     """
-    return prepare(h, w, implementation=implementation, groups=num_samples is not None, **options)[1].implementation
+    several = num_samples is not None
+    return prepare(h, w, implementation=implementation, groups=several, one_draw=not several, **options)[1].implementation

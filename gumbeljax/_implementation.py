@@ -64,13 +64,17 @@ def _unavailable(name: str, device: DeviceFacts) -> str | None:
     return None
 
 
-def why_not(name: str, h, w, device: DeviceFacts, *, vocab_axis=0, options=Elementwise(), groups=False,
-            filters=False) -> str | None:
+def why_not(name: str, h, w, device: DeviceFacts, *, vocab_axis=0, options=Elementwise(), groups=False, filters=False,
+            one_draw=False) -> str | None:
     """Why an implementation cannot run a checked call, or None if it can; arguments as in `choose`."""
     if reason := _unavailable(name, device):
         return reason
-    if filters and name != "xla":
-        return "top_k, top_p and min_p are run by XLA"
+    if filters and name == "mosaic":
+        return "it has no top_k, top_p and min_p"
+    if filters and name == "triton" and not one_draw:
+        return "under top_k, top_p and min_p it only draws one token per row of a whole vocabulary"
+    if filters and name == "triton" and h.shape[0] * w.shape[vocab_axis] >= 2**31:
+        return "it finds no logits from number 2^31 on"
     if name == "triton" and w.dtype == jnp.float8_e4m3fn and device.compute_capability < (8, 9):
         return f"it reads {w.dtype} from compute capability 8.9 on"
     if name == "mosaic" and groups:
@@ -80,15 +84,17 @@ def why_not(name: str, h, w, device: DeviceFacts, *, vocab_axis=0, options=Eleme
 
 def choose(h, w, implementation: str | None, device: DeviceFacts, **call) -> str:
     """The implementation of a checked call, by rule. `call`: its `vocab_axis` and `options`; `groups`: it needs the masses of
-    all groups; `filters`: it keeps a part of them."""
+    all groups; `filters`: it keeps a part of them; `one_draw`: it draws one token per row, of a vocabulary that is not cut."""
     cannot = functools.partial(why_not, h=h, w=w, device=device, **call)
     if implementation is not None:
         if reason := cannot(implementation):
             raise NotImplementedError(f"implementation={implementation!r} cannot run this call: {reason}; "
                                       "leave implementation out, or name another.")
         return implementation
-    if call.get("filters") or device.platform != "gpu" or device.compute_capability == (0, 0):
+    if device.platform != "gpu" or device.compute_capability == (0, 0):
         return "xla"
+    if call.get("filters"):
+        return "triton" if cannot("triton") is None else "xla"
     if cannot("mosaic") is None:
         return "mosaic"
     if reason := cannot("triton"):
@@ -110,7 +116,7 @@ def plan(h, w, implementation: str | Tuning | None, device: DeviceFacts, *, voca
     if isinstance(implementation, Tuning):
         tables, implementation = (implementation, *tables), None
     _checks.choice(implementation, "implementation", (None, *NAMES))
-    for table in tables:
+    for table in () if call.get("filters") else tables:  # they were measured without filters
         found = table.find(_tuning.place_of(device.kind, h, w, vocab_axis))
         if (found is not None and implementation in (None, found.implementation)
                 and why_not(found.implementation, h, w, device, vocab_axis=vocab_axis, **call) is None):
@@ -120,7 +126,7 @@ def plan(h, w, implementation: str | Tuning | None, device: DeviceFacts, *, voca
 
 class Stages(NamedTuple):
     """What an implementation offers: a draw, the draw of a shard, the mass of the vocabulary, the masses of its groups, and
-    the passes over two tables."""
+    the passes over two tables; None, or the draw under filters."""
 
     draw: Callable
     piece: Callable
@@ -128,6 +134,7 @@ class Stages(NamedTuple):
     groups: Callable
     residual_draw: Callable
     residual_mass: Callable
+    filtered_draw: Callable | None = None
 
 
 def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None) -> Stages:
@@ -138,13 +145,14 @@ def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None)
         one = (functools.partial(f, tiles=tiles) for f in (xla.draw, xla.piece, xla.stage1_mass, xla.stage1_groups))
         block = None if device.platform == "cpu" else 16384
         return Stages(*one, *(functools.partial(f, block=block) for f in (dual.residual_draw, dual.residual_mass)))
-    from pallas_kernels import triton, triton_dual
+    from pallas_kernels import triton, triton_dual, triton_filtered
 
     _compat.quiet_triton_deprecation()
     plt = _compat.pallas_triton()
     one = (functools.partial(f, plt=plt, tiles=tiles if implementation == "triton" else None)
            for f in (triton.draw, triton.piece, triton.stage1_mass, triton.stage1_groups))
-    by_triton = Stages(*one, *(functools.partial(f, plt=plt) for f in (triton_dual.residual_draw, triton_dual.residual_mass)))
+    rest = triton_dual.residual_draw, triton_dual.residual_mass, triton_filtered.draw
+    by_triton = Stages(*one, *(functools.partial(f, plt=plt) for f in rest))
     if implementation == "triton":
         return by_triton
     machine = {"mgpu": _compat.pallas_mosaic(), "num_sms": device.cores or mosaic.NUM_SMS, "tiles": tiles}

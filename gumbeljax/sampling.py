@@ -58,6 +58,8 @@ def _draw(operands: Operands, keys, *, config: Config, num_samples, replace, log
     h, w, t, options = operands.h, operands.w, operands.t, operands.options(config)
     stages, shape = config.stages(), config.shape_arguments()
     if operands.filters is not None:
+        if stages.filtered_draw is not None:
+            return stages.filtered_draw(h, w, keys, t, options, operands.filters, with_log_probs=log_probs, **shape)[0]
         return filtered.draw(h, w, keys, t, options, operands.filters, num_samples=num_samples, replace=replace,
                              with_log_probs=log_probs, by_row=config.by_row, **shape)
     if num_samples is None:
@@ -120,7 +122,7 @@ def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mo
 def _prepare_draw(h, w, method, implementation, num_samples, **options):
     """`method="categorical"` runs XLA on every device, unless another implementation was named."""
     name = "xla" if method == "categorical" and not isinstance(implementation, str) else implementation
-    return prepare(h, w, implementation=name, groups=num_samples is not None, **options)
+    return prepare(h, w, implementation=name, groups=num_samples is not None, one_draw=num_samples is None, **options)
 
 
 @follows_shardings

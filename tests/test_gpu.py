@@ -12,9 +12,10 @@ import pytest
 import gumbeljax
 from gumbeljax import _compat
 from gumbeljax._implementation import precision_of
-from pallas_kernels import mosaic, noise, triton, xla
+from pallas_kernels import kept, mosaic, noise, triton, triton_filtered, xla
+from pallas_kernels.logits import Elementwise
 from pallas_kernels.tiles import MosaicTiles, TritonTiles, XlaTiles
-from tests import heads, oracles, statistics
+from tests import filter_oracle, heads, knobs, oracles, statistics
 
 pytestmark = pytest.mark.gpu
 IMPLEMENTATIONS = ("xla", "triton", "mosaic")
@@ -252,3 +253,35 @@ def test_gradient_of_log_prob_on_the_device():
         ours = jax.grad(lambda h, w, name=name: gumbeljax.log_prob(h, w, tokens, implementation=name).sum(), (0, 1))(h, w)
         for got, want in zip(ours, jax.grad(dense, (0, 1))(h, w), strict=True):
             np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+@pytest.mark.parametrize("t", [1.0, 0.25])
+@pytest.mark.parametrize("filters", [{"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.05},
+                                     {"top_k": 20_000}, {"top_k": 20_000, "top_p": 0.9}], ids=str)
+def test_filters_keep_the_set_of_xla(filters, t):
+    """Few and many tokens, ties by the hundred; a set may differ from XLA's by one token, whose mass rounding decides."""
+    vocab, d_model, rows = 151_936, 2_048, 64
+    h, w = heads.exact_head(vocab, d_model, rows, jnp.bfloat16)
+    keys, words = heads.keys_of(8, rows)
+    assert gumbeljax.choose_implementation(h, w, **filters) == "triton"
+    per_row = {name: jnp.full(rows, x, jnp.int32 if name == "top_k" else jnp.float32) for name, x in filters.items()}
+    got, twin = (gumbeljax.sample_with_log_probs(h, w, keys, temperature=t, implementation=name, **per_row)
+                 for name in ("triton", "xla"))
+    x, t_row = jnp.asarray(heads.exact_logits(h, w)).T, jnp.full(rows, t)
+    chosen = kept.Filters(**per_row)
+    draw = functools.partial(triton_filtered.draw, plt=_compat.pallas_triton(), vocab=vocab)
+    end = jax.jit(draw)(h, w, tuple(jnp.asarray(words.T)), t_row, Elementwise(), chosen)[1]
+    ours = kept.is_kept(kept.ordered_keys(x), jnp.arange(vocab)[:, None], end)
+    if "min_p" in filters:
+        ours &= kept.is_above(x, t_row, jnp.max(x, axis=0), chosen.min_p)
+    ours, theirs = np.asarray(ours).T, np.asarray(jax.jit(kept.kept_set)(x, t_row, chosen)).T
+    differing = (ours != theirs).sum(1)
+    report(test="kept set", filters=str(filters), temperature=t, sizes=[int(theirs.sum(1).min()), int(theirs.sum(1).max())],
+           rows_differing=int((differing > 0).sum()), tokens_differing=int(np.sum(np.asarray(got.token) != twin.token)))
+    knobs.assert_kept(ours[:4], np.asarray(x, np.float64).T[:4], filter_oracle.Options(t, **filters))
+    assert differing.max() <= (1 if "top_p" in filters else 0)
+    heads.assert_pathwise(got.token, np.where(ours, x.T, -np.inf), words, t)
+    np.testing.assert_array_equal(got.token, twin.token)
+    for a, b in zip(got, twin, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(gumbeljax.sample(h[:1], w, keys[:1], temperature=t, **filters), got.token[:1])

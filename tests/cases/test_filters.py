@@ -194,9 +194,9 @@ def test_bad_rows_are_marked_under_filters(route):
 
 
 @routes.needs_triton
-def test_a_kernel_that_does_not_filter_says_so():
+def test_a_kernel_that_cannot_filter_a_call_says_so():
     with pytest.raises(NotImplementedError, match="implementation='triton' cannot run this call"):
-        gumbeljax.sample(*heads.pinned_head(np.zeros(20)), jax.random.key(0), top_k=5, implementation="triton")
+        gumbeljax.sample(*heads.pinned_head(np.zeros(20)), jax.random.key(0), top_k=5, num_samples=2, implementation="triton")
 
 
 # K-5: the end token is a token

@@ -1,0 +1,172 @@
+"""What the kernels of `triton_filtered` have in common: the shape of a call, what they hand on, and how they read a row."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import noise
+from pallas_kernels.kept import Filters, Kept
+from pallas_kernels.logits import Elementwise, model_logits, processed_logits
+from pallas_kernels.triton_prefix import Row
+
+PIECE = 256  # groups of a program that reads whole rows
+LISTED = 256  # groups whose tokens 16 warps hold in registers, and half of the fewest that they list
+STREAMED = 512  # groups that they read at a time where they read a whole row
+IN_GAP = 256  # tokens of a piece that may lie in the gap
+SETTLED, IN_SPAN, WHOLE = range(3)
+
+
+class Shape(NamedTuple):
+    """What is fixed when a kernel is traced."""
+
+    plt: Any
+    vocab: int
+    scale: float | None
+    soft_cap: float | None
+    dense: tuple[str, ...]
+    filters: tuple[str, ...]
+    with_model: bool
+    interpret: bool
+
+    @property
+    def num_groups(self) -> int:
+        return pl.cdiv(self.vocab, noise.GROUP)
+
+    @property
+    def piece(self) -> int:
+        """Groups of a piece."""
+        return min(PIECE, pl.next_power_of_2(self.num_groups))
+
+    @property
+    def num_pieces(self) -> int:
+        return pl.cdiv(self.num_groups, self.piece)
+
+    @property
+    def listed(self) -> int:
+        return min(LISTED, pl.next_power_of_2(self.num_groups))
+
+
+class Summary(NamedTuple):
+    """Of the rows: `[rows, pieces]` and `[rows, groups]`."""
+
+    top: Any
+    total: Any
+    model_top: Any  # None without log-probs, as the next
+    model_total: Any
+    group_top: Any
+    sample: Any
+
+
+class State(NamedTuple):
+    """What is known about each row, `[rows]`; the end of the prefix once it is settled."""
+
+    kind: Any
+    top: Any
+    total: Any
+    low: Any  # keys between which the prefix ends
+    high: Any
+    end: Kept
+
+
+class Sweep(NamedTuple):
+    """Of the pieces, `[rows, pieces]`: the mass above the gap, how many tokens lie in it; `[rows, pieces * 256]`: their ids."""
+
+    whole: Any
+    fine: Any
+    num_listed: Any
+    ids: Any
+
+
+class Raced(NamedTuple):
+    """Of the pieces, `[rows, pieces]`: as `race.Race`, and the kept mass relative to the largest logit of the row."""
+
+    high: Any
+    low: Any
+    winner: Any
+    total: Any
+
+
+class Inputs(NamedTuple):
+    """Refs that every kernel reads: raw logits f32 [rows, vocab], and by row or by token what `given` lists."""
+
+    raw: Any
+    t: Any
+    keys: tuple
+    filters: tuple
+    dense: tuple
+
+
+def split(refs, trees):
+    """The flat list of refs as these structures, in turn."""
+    refs, out = list(refs), []
+    for tree in trees:
+        out.append(jax.tree.unflatten(tree, refs[:tree.num_leaves]))
+        refs = refs[tree.num_leaves:]
+    return out
+
+
+def tokens_at(shape: Shape, refs: Inputs, row, ids, exists):
+    """(model logits, processed logits) of token ids of one row, of any shape; -inf where they do not exist."""
+    def read(ref, other):
+        x = shape.plt.load(ref.at[ids] if len(ref.shape) == 1 else ref.at[row, ids], mask=exists, other=other)
+        return x != 0 if x.dtype == jnp.int8 else x
+
+    if not shape.dense and shape.scale is None and shape.soft_cap is None:
+        x = read(refs.raw, -jnp.inf)
+        return x, x
+    own = Elementwise(**{name: read(ref, 0) for name, ref in zip(shape.dense, refs.dense, strict=True)})
+    model = model_logits(read(refs.raw, 0.0), shape.scale, shape.soft_cap, own.weight_scale)
+    return processed_logits(model, Elementwise(), exists), processed_logits(model, own, exists)
+
+
+def tokens_of(shape: Shape, refs: Inputs, row, groups, is_there):
+    """(ids, model logits, processed logits) of groups `[n]`, each `[n, 16]`."""
+    ids = noise.GROUP * groups[:, None] + lax.broadcasted_iota(jnp.int32, (1, noise.GROUP), 1)
+    exists = jnp.broadcast_to(is_there[:, None], ids.shape)
+    if shape.vocab % noise.GROUP:
+        exists &= ids < shape.vocab
+    return ids, *tokens_at(shape, refs, row, ids, exists)
+
+
+def piece_of(shape: Shape):
+    """(row, piece, its groups) of a program."""
+    program, pieces = pl.program_id(0), jnp.int32(shape.num_pieces)
+    piece = lax.rem(program, pieces)
+    return lax.div(program, pieces), piece, piece * shape.piece + lax.broadcasted_iota(jnp.int32, (shape.piece,), 0)
+
+
+def row_of(shape: Shape, refs: Inputs, row, top: Any = None, total: Any = None) -> Row:
+    number = lambda ref: shape.plt.load(ref.at[row])  # noqa: E731
+    filters = dict(zip(shape.filters, map(number, refs.filters), strict=True))
+    return Row(tuple(map(number, refs.keys)), number(refs.t), top, total, *map(filters.get, Filters._fields))
+
+
+def fetch(shape: Shape, refs, where):
+    """Loads scalars."""
+    return jax.tree.map(lambda ref: shape.plt.load(ref.at[where]), refs)
+
+
+def put(shape: Shape, refs, where, values):
+    """Stores scalars."""
+    jax.tree.map(lambda ref, value: shape.plt.store(ref.at[where], value), refs, values)
+
+
+def padded_load(shape: Shape, ref, row, size: int, other):
+    """`[next power of 2]`: the first `size` entries of a row."""
+    place = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(size),), 0)
+    return shape.plt.load(ref.at[row, place], mask=place < size, other=other)
+
+
+def scatter(shape: Shape, ref, row, places, values, mask):
+    """Stores values at places of a row. The interpreter stores what is there also where the mask is false: so, nowhere."""
+    places = jnp.where(mask, places, ref.shape[1]) if shape.interpret else places
+    shape.plt.store(ref.at[row, places], values, mask=mask)
+
+
+def barrier(shape: Shape):
+    """What threads of a program stored can be read by the others."""
+    if not shape.interpret:
+        shape.plt.debug_barrier()

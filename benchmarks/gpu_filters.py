@@ -72,10 +72,9 @@ def by_mask(x: Inputs) -> jax.Array:
 IDIOMS = {"top_k": by_top_k, "top_k+top_p": by_top_k, "top_p": by_sort, "min_p": by_mask}
 
 
-def ours(x: Inputs, *, implementation=None, filtered=True) -> jax.Array:
-    values = x.values if filtered else {}
-    return gumbeljax.sample(x.h, x.w, x.keys, temperature=x.t, logit_bias=x.bias, mask=x.mask, implementation=implementation,
-                            **values)
+def ours(x: Inputs, *, implementation="triton", filtered=True) -> jax.Array:
+    values = {"implementation": implementation, **x.values} if filtered else {}
+    return gumbeljax.sample(x.h, x.w, x.keys, temperature=x.t, logit_bias=x.bias, mask=x.mask, **values)
 
 
 def nucleus_sizes(logits: jax.Array, t) -> jax.Array:
@@ -115,7 +114,7 @@ def kinds_of(x: Inputs, names: tuple[str, ...], chosen: list[str], vocab: int) -
 def check(head: Head, x: Inputs) -> None:
     """Raises unless the tokens are those of implementation="xla" on logits that are exact."""
     exact = x._replace(h=bench_gpu.exact_states(head, len(x.h)), w=bench_gpu.exact_head(head))
-    got, want = (np.asarray(jax.jit(partial(ours, implementation=name))(exact)) for name in (None, "xla"))
+    got, want = (np.asarray(jax.jit(partial(ours, implementation=name))(exact)) for name in ("triton", "xla"))
     if not np.array_equal(got, want):
         raise SystemExit(f"{head.name}, {len(x.h)} rows, {list(x.values)}: tokens differ from implementation=\"xla\" in "
                          f"{np.sum(got != want)} rows: nothing was timed")
@@ -153,7 +152,7 @@ def measure(head: Head, rows: int, w: jax.Array, names: str, kinds: list[str], *
         out.append({
             "head": head._asdict(), "rows": rows, "filters": names, "logits": kind, "temperature": float(y.t[0]),
             "processors": with_processors, "iterations": iterations,
-            "implementation": gumbeljax.choose_implementation(x.h, w, logit_bias=bias, mask=mask, **values),
+            "implementation": "triton",
             "seconds": {name: timing.summarize(s)._asdict() for name, s in samples.items()},
             "ratio": {name: timing.ratio(s, samples[SAMPLE])._asdict() for name, s in samples.items()}})
     return out

@@ -94,8 +94,8 @@ def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mo
             raise ValueError(f"num_samples must be at most {MAX_SAMPLES}, the samples that have noise of their own; "
                              f"got {num_samples}: draw the rest with another key.")
     if config.axis_name and method != "grouped":
-        raise NotImplementedError(f"axis_name is for method='grouped'; got method={method!r}: gather w and leave axis_name "
-                                  "out.")
+        raise NotImplementedError(f"axis_name is for method='grouped'; got method={method!r}: leave method out, or call "
+                                  "gumbeljax.sample_sharded on a mesh of auto axes, which XLA partitions.")
     _mesh.check_rows(operands.h, key, row_offset, config.axis_name)
     rows = operands.h.shape[0]
     out_shape = batch_shape if num_samples is None else (*batch_shape, num_samples)

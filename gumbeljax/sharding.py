@@ -17,6 +17,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from gumbeljax import _checks, _mesh, _partition
 from gumbeljax._typing import Array, ArrayLike, Key
@@ -73,8 +75,6 @@ def on_mesh(fn: Callable, *, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
         where = mesh if context.empty else context
         if where is None:
             raise ValueError("mesh must be given when none is around the call; got None: pass mesh, or call jax.set_mesh.")
-        if options.get("method") == "categorical":
-            raise NotImplementedError("method='categorical' draws on one device; got a mesh: leave method out.")
         kinds = dict(zip(where.axis_names, where.axis_types, strict=True))
         free = frozenset(name for name, kind in kinds.items() if kind != jax.sharding.AxisType.Manual)
         for argument, names in (("axis_name", axes), ("data_axis", rows)):
@@ -87,11 +87,30 @@ def on_mesh(fn: Callable, *, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
         if rows and batch < 1:
             raise ValueError("data_axis must be None for an h of rank 1, which has no rows to cut; got "
                              f"{data_axis!r}: leave it out.")
+        if options.get("method") == "categorical":
+            return _by_xla(fn, where, axes, rows, h, w, *args, **options)
         layout = _partition.Layout(where, free, axes, (rows, *(None,) * (batch - 1)) if rows else (None,) * batch)
         given = inspect.signature(fn).bind(h, w, *args, **options).arguments
         return _partition.run(fn, layout, h, w, {k: v for k, v in given.items() if k not in ("h", "w")})
 
     return call
+
+
+def _by_xla(fn: Callable, mesh, axes: tuple[str, ...], rows: tuple[str, ...], h, w, *args, **options):
+    """`method="categorical"`: XLA partitions the plain call. Its noise is that of the logits' places in the whole array, made
+    where they are, and its argmax exchanges a score and an id of each shard. Sorting would gather logits, so it is refused."""
+    kinds = {kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if name in (*axes, *rows)}
+    if kinds - {jax.sharding.AxisType.Auto}:
+        raise NotImplementedError("method='categorical' on a cut vocabulary is partitioned by XLA, over auto axes; got "
+                                  f"{_mesh.quoted((*axes, *rows))} of another kind: make the mesh with AxisType.Auto, or leave "
+                                  "method out.")
+    sorts = [name for name in ("top_k", "top_p", "min_p") if options.get(name) is not None]
+    if options.get("replace") is False or sorts:
+        raise NotImplementedError("method='categorical' on a cut vocabulary is for draws with replacement and without filters; "
+                                  f"got {sorts[0] if sorts else 'replace=False'}: leave method out.")
+    vocabulary = P(axes) if options.get("vocab_axis", 0) % 2 == 0 else P(None, axes)
+    put = lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))  # noqa: E731
+    return fn(put(h, P(rows or None)), jax.tree.map(lambda x: put(x, vocabulary), w), *args, **options)
 
 
 def sample_sharded(h: ArrayLike, w: ArrayLike, key: Key, *, mesh: jax.sharding.Mesh | None = None,

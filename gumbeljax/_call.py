@@ -1,5 +1,6 @@
 """From a user's arguments to checked operands and one static description of the call, shared by every entry point."""
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -15,9 +16,11 @@ from pallas_kernels.kept import Filters
 from pallas_kernels.logits import Elementwise, canonical_temperature
 
 
+@contextlib.contextmanager
 def plain_broadcasting():
-    """Users may forbid rank promotion in their own code; ours broadcasts per-row numbers over the vocabulary."""
-    return jax.numpy_rank_promotion("allow")
+    """Users may forbid rank and dtype promotion in their own code; ours broadcasts per-row numbers over the vocabulary."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 class Config(NamedTuple):
@@ -85,6 +88,7 @@ def _operands(h, w, batch_shape, width, vocab, *, temperature, top_k, top_p, min
     return Operands(h, w, t, dense.bias, dense.mask, dense.factor, dense.offset, filters)
 
 
+@plain_broadcasting()
 def prepare(h, w, *, temperature=1.0, top_k=None, top_p=None, min_p=None, valid_vocab=None, logit_bias=None, mask=None,
             processors=None, vocab_axis=0, scale=None, soft_cap=None, precision=None, implementation=None, axis_name=None,
             groups=False, one_draw=False) -> tuple[Operands, Config, tuple[int, ...]]:
@@ -116,6 +120,7 @@ def prepare(h, w, *, temperature=1.0, top_k=None, top_p=None, min_p=None, valid_
     return operands, config, head.batch_shape
 
 
+@plain_broadcasting()
 def prepare_logits(logits, *, temperature=1.0, top_k=None, top_p=None, min_p=None, valid_vocab=None, logit_bias=None, mask=None,
                    processors=None):
     """As `prepare` for logits that exist already."""

@@ -46,7 +46,7 @@ def as_array(x, name: str) -> Array:
     try:
         return jnp.asarray(x)
     except OverflowError:
-        raise ValueError(f"{name} must fit in 32 bits; got {str(x)[:40]}: pass a float32 number.") from None
+        raise ValueError(f"{name} must fit in 32 bits; got {str(x)[:40]}: pass an array or a number of 32 bits.") from None
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be an array or a number; got {type(x).__name__}: pass a jax or numpy array.") from None
 
@@ -133,6 +133,16 @@ def vocabulary(valid_vocab: int | None, vocab: int) -> int:
         raise ValueError(f"valid_vocab must be between 1 and the vocabulary of w, {vocab}; got {valid_vocab}: "
                          "pass the number of real tokens.")
     return int(valid_vocab)
+
+
+def in_32_bits(x):
+    """Wide integers of Python and NumPy, at the ends of int32 where they leave it: jax would refuse or wrap them."""
+    if isinstance(x, int) and not isinstance(x, bool):
+        return min(max(x, -(2**31)), 2**31 - 1)
+    if isinstance(x, np.ndarray | np.generic) and x.dtype in (np.int64, np.uint64):
+        x = np.minimum(x, 2**31 - 1)
+        return (np.maximum(x, -(2**31)) if x.dtype == np.int64 else x).astype(np.int32)
+    return x
 
 
 def per_row(x, name: str, batch_shape: tuple[int, ...], dtype=jnp.float32) -> Array:
@@ -233,20 +243,27 @@ def choice(x, name: str, allowed: tuple) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {x!r}: pass one of these.")
 
 
-def count(x, name: str) -> int:
+def count(x, name: str, fix: str = "pass a larger one") -> int:
     """A positive Python int."""
     if isinstance(x, bool) or not isinstance(x, int | np.integer):
         raise TypeError(f"{name} must be a Python int, since it sets the shape of the result; got {type(x).__name__}: "
                         "make it a constant.")
     if x < 1:
-        raise ValueError(f"{name} must be at least 1; got {x}: pass None for one draw without an extra axis.")
+        raise ValueError(f"{name} must be at least 1; got {x}: {fix}.")
     return int(x)
+
+
+def listed(x):
+    """An array, or lists as one of NumPy, which keeps 64 bits."""
+    if hasattr(x, "dtype"):
+        return x
+    x = np.asarray(x)
+    return x.astype(np.int32) if x.size == 0 else x  # an empty list has no dtype
 
 
 def token_ids(tokens, batch_shape: tuple[int, ...]) -> Array:
     """Integer tokens of the batch's shape, as int32 `[rows]`."""
-    if not hasattr(tokens, "dtype"):
-        tokens = np.asarray(tokens)  # keeps 64 bits
+    tokens = listed(tokens)
     if tokens.dtype == object or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"tokens must be integers; got dtype {tokens.dtype}: cast them to int32.")
     if tokens.shape != batch_shape:

@@ -156,6 +156,10 @@ def separate(options: Mapping[str, Any], batch_shape: tuple[int, ...], width: in
             value = np.asarray(_checks.token_ids(value, batch_shape)).reshape(batch_shape)
         if isinstance(value, Mapping) and name in PER_TOKEN:
             value = _checks.dense_bias(value, name, width, vocab)
+        is_packed = name == "mask" and getattr(value, "dtype", None) in (np.uint32, np.int32)
+        if is_packed and not isinstance(value, Mapping):  # words do not end where shards do
+            bits = _checks.unpacked_bits(jax.numpy.asarray(value), name, batch_shape, width)
+            value = bits.reshape(*value.shape[:-1], -1)
         if isinstance(value, Processors):
             # Ids that are known are checked now, too.
             lists = {n: x for n in LISTS if (x := getattr(value, n)) is not None}

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from gumbeljax import _checks
+from gumbeljax._call import plain_broadcasting
 from gumbeljax._keys import row_keys
 from gumbeljax._typing import Array, ArrayLike, Key
 from pallas_kernels import noise, race, xla
@@ -37,6 +38,7 @@ class Candidate(NamedTuple):
     log_mass: Any  # f32 [*batch]
 
 
+@plain_broadcasting()
 def summarize(logits: ArrayLike, key: Key, *, first_id: ArrayLike = 0) -> Summary:
     """The race over logits `[*batch, n]` whose first token is `first_id`.
 
@@ -77,6 +79,7 @@ def summarize(logits: ArrayLike, key: Key, *, first_id: ArrayLike = 0) -> Summar
     return Summary(*(x.reshape(batch_shape) for x in out))
 
 
+@plain_broadcasting()
 def merge(a: Summary, b: Summary) -> Summary:
     """The race over two parts together: the larger score wins, masses add (`logaddexp`).
 
@@ -103,6 +106,7 @@ def _noise(key: Key, batch_shape: tuple[int, ...], level: int, indices) -> Array
     return noise.gumbel(*words, stream, indices[:, None].astype(jnp.uint32)).reshape(-1, *batch_shape)
 
 
+@plain_broadcasting()
 def merge_log_mass(candidates: Candidate, key: Key) -> Candidate:
     """One of n candidates, stacked along axis 0, with probability proportional to the exponential of its log mass.
 
@@ -119,7 +123,7 @@ def merge_log_mass(candidates: Candidate, key: Key) -> Candidate:
     [20, 0.0]
     """
     token, log_mass = jnp.asarray(candidates.token), jnp.asarray(candidates.log_mass, jnp.float32)
-    if token.shape != log_mass.shape or token.ndim == 0:
+    if token.shape != log_mass.shape or token.ndim == 0 or token.shape[0] == 0:
         raise ValueError(f"candidates must have token and log_mass of one shape [n, *batch]; got {list(token.shape)} and "
                          f"{list(log_mass.shape)}: stack them along axis 0.")
     index = jnp.arange(token.shape[0])
@@ -132,6 +136,7 @@ def merge_log_mass(candidates: Candidate, key: Key) -> Candidate:
     return Candidate(jnp.where(total > -jnp.inf, picked, -1), total)
 
 
+@plain_broadcasting()
 def merge_online(old: Candidate, new: Candidate, key: Key) -> Candidate:
     """What is held after one more part: `new` with probability `exp(m_new) / (exp(m_new) + exp(m_old))`.
 

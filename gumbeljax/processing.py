@@ -66,9 +66,11 @@ def count_tokens(prompt: ArrayLike, vocab: int, *, lengths: ArrayLike | None = N
     [[0, 0, 0, 1], [0, 1, 0, 0]]
     """
     prompt = token_lists(prompt, "prompt", None, vocab)
+    vocab = _checks.count(vocab, "vocab")
     if lengths is not None:
+        lengths = _checks.per_row(lengths, "lengths", prompt.shape[:-1], jnp.int32).reshape(prompt.shape[:-1])
         with jax.numpy_rank_promotion("allow"):
-            prompt = jnp.where(jnp.arange(prompt.shape[-1]) < jnp.asarray(lengths)[..., None], prompt, -1)
+            prompt = jnp.where(jnp.arange(prompt.shape[-1]) < lengths[..., None], prompt, -1)
     seen = occurrences(prompt, (*prompt.shape[:-1], vocab))
     return TokenCounts(seen > 0, jnp.zeros_like(seen))
 
@@ -144,7 +146,12 @@ def options_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def token_lists(x: ArrayLike, name: str, batch_shape: tuple[int, ...] | None, vocab: int) -> Array:
     """Checked token ids, int32 `[n]` or `[*batch, n]` (any leading shape when batch_shape is None), -1 for nothing."""
-    values = x if hasattr(x, "dtype") else np.asarray(x, np.int64 if np.size(x) == 0 else None)
+    try:
+        values = x if hasattr(x, "dtype") else np.asarray(x)
+    except ValueError:
+        raise ValueError(f"{name} must be lists of one length; got lists of several: fill shorter ones up with -1.") from None
+    if values.size == 0 and not hasattr(x, "dtype"):
+        values = values.astype(np.int64)
     if not jnp.issubdtype(values.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers; got {values.dtype}: pass token ids.")
     if values.ndim == 0 or (batch_shape is not None and values.shape[:-1] not in ((), batch_shape)):
@@ -175,8 +182,7 @@ def number(x: ArrayLike | None, name: str, batch_shape: tuple[int, ...], is_good
 
 def filters(top_k, top_p, min_p, batch_shape: tuple[int, ...]) -> tuple[Filters | None, Array | bool]:
     """(Filters or None if all are off, where they are good). Numbers (not arrays) that are off leave nothing to compile."""
-    if isinstance(top_k, np.ndarray | np.generic) and top_k.dtype in (np.int64, np.uint64):
-        top_k = np.minimum(top_k, 2**31 - 1)  # jax would wrap it around
+    top_k = _checks.in_32_bits(top_k)
     kind = None if top_k is None else _checks.as_array(top_k, "top_k").dtype
     if kind is not None and not jnp.issubdtype(kind, jnp.integer):
         raise TypeError(f"top_k must be an integer or integers; got {kind}: round it.")
@@ -212,6 +218,11 @@ def dense(processors: Processors | None, bias: Array | None, mask: Array | None,
         raise TypeError(f"processors must be a gumbeljax.Processors; got {type(processors).__name__}: write "
                         "Processors(repetition_penalty=1.1, ...).")
     p = processors
+    if p.counts is not None:
+        if not isinstance(p.counts, TokenCounts):
+            raise TypeError(f"counts must be a gumbeljax.TokenCounts; got {type(p.counts).__name__}: make them with "
+                            "count_tokens.")
+        p = p._replace(counts=TokenCounts(*(_checks.as_array(x, "counts") for x in p.counts)))
     rows = int(np.prod(batch_shape))
     lists = {}
     for name in LISTS:

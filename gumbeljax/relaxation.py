@@ -2,15 +2,19 @@ r"""Gumbel-softmax: a draw that gradients pass through, for training with discre
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from gumbeljax._checks import is_concrete
+from gumbeljax import _checks
+from gumbeljax._call import plain_broadcasting
 from gumbeljax._keys import row_keys
 from gumbeljax._typing import Array, ArrayLike, Key
 from pallas_kernels import noise
 
 _FLOOR = -1000.0  # exp of it is 0 in every dtype, and it is finite: so is what multiplies its gradient
+_COLDEST, _HOTTEST = 2.0**-100, 2.0**100  # beyond: one-hot and uniform to the last bit, and subnormal numbers are near
 
 
+@plain_broadcasting()
 def gumbel_softmax(
     logits: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0, hard: bool = False, axis: int = -1
 ) -> Array:
@@ -35,7 +39,7 @@ def gumbel_softmax(
       logits: any shape, any float dtype; the choices lie along `axis`.
       key: one key (typed or raw), or an array of keys of the shape of `logits` without `axis`.
       temperature: :math:`\tau > 0`, a number or a traced scalar; a traced one that is not positive and finite gives
-        NaN. Gradients in it are finite above 1e-18.
+        NaN. Taken as 2^-100 below that, as 2^100 above. Gradients in it are finite above 1e-18.
       hard: one-hot values with straight-through gradients.
       axis: where the choices are.
 
@@ -58,17 +62,22 @@ def gumbel_softmax(
     Sources: E. Jang, S. Gu, B. Poole, "Categorical reparameterization with Gumbel-softmax", ICLR 2017; C. J. Maddison,
     A. Mnih, Y. W. Teh, "The concrete distribution", ICLR 2017.
     """
-    logits, tau = jnp.asarray(logits), _checked_temperature(temperature)
+    logits, tau = _checks.as_array(logits, "logits"), _checked_temperature(temperature)
+    if not isinstance(hard, bool):
+        raise TypeError(f"hard must be True or False, fixed when the call is traced; got {type(hard).__name__}: make it a "
+                        "constant.")
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(f"logits must be floating point; got {logits.dtype}: convert them with .astype(jnp.float32).")
-    if not -logits.ndim <= axis < logits.ndim:
+    if isinstance(axis, bool) or not isinstance(axis, int | np.integer) or not -logits.ndim <= axis < logits.ndim:
         raise ValueError(f"axis must name an axis of logits; got axis {axis} for shape {list(logits.shape)}: "
                          f"use one in [{-logits.ndim}, {logits.ndim}).")  # fmt: skip
+    if logits.shape[axis] == 0:
+        raise ValueError(f"logits must have at least one choice along axis {axis}; got shape {list(logits.shape)}: pass some.")
     x = jnp.moveaxis(logits, axis, -1)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     z = x.astype(wide) + _token_noise(key, x.shape).astype(wide)
 
-    tau = jnp.where((tau > 0) & (tau < jnp.inf), tau, jnp.nan).astype(wide)
+    tau = jnp.where((tau > 0) & (tau < jnp.inf), jnp.clip(tau, _COLDEST, _HOTTEST), jnp.nan).astype(wide)
     top = jnp.max(jax.lax.stop_gradient(z), axis=-1, keepdims=True)
     # The floor keeps -inf out of the division, whose gradient in tau would be 0 * inf.
     soft = jax.nn.softmax(jnp.maximum(z - top, _FLOOR * tau) / tau, axis=-1).astype(x.dtype)
@@ -97,10 +106,15 @@ def _lift(soft, drawn):
 
 
 def _checked_temperature(temperature):
-    shape = jnp.shape(temperature)
-    if shape:
-        raise ValueError(f"temperature must be a scalar; got shape {list(shape)}: map over it with jax.vmap.")
-    if is_concrete(temperature) and not 0 < float(temperature) < float("inf"):
-        raise ValueError(f"temperature must be positive and finite; got {float(temperature)}: "
+    t = _checks.as_array(temperature, "temperature")
+    if t.shape:
+        raise ValueError(f"temperature must be a scalar; got shape {list(t.shape)}: map over it with jax.vmap.")
+    if not (jnp.issubdtype(t.dtype, jnp.floating) or jnp.issubdtype(t.dtype, jnp.integer)):
+        raise TypeError(f"temperature must be a real number; got dtype {t.dtype}: cast it to float32.")
+    if _checks.is_traced(t):
+        return t.astype(jnp.float32)
+    given = float(temperature)
+    if not 0 < given < float("inf"):
+        raise ValueError(f"temperature must be positive and finite; got {given}: "
                          "use gumbeljax.sample_logits for greedy choices.")  # fmt: skip
-    return jnp.asarray(temperature, jnp.float32)
+    return jnp.float32(min(max(given, _COLDEST), _HOTTEST))  # before float32 makes it 0 or infinite

@@ -85,7 +85,7 @@ def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mo
     if num_samples is None and not replace:
         raise ValueError("replace must be True for a single draw; got False: pass num_samples, or leave replace out.")
     if num_samples is not None:
-        num_samples = _checks.count(num_samples, "num_samples")
+        num_samples = _checks.count(num_samples, "num_samples", "pass None for one draw without an extra axis")
         vocab = config.all_vocab or config.vocab
         if not replace and num_samples > vocab:
             raise ValueError(f"num_samples must be at most the number of tokens, {vocab}, when replace=False; "

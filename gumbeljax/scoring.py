@@ -46,37 +46,38 @@ def _backward(config, residuals, cotangents):
     operands, log_total, top = residuals
     weight = jnp.where(has_law(top, jnp.exp(log_total)), cotangents[0], 0.0)
     top = finite_or_zero(top)  # a row, or a shard's part of it, that is masked altogether has gradient 0, not NaN
-    h, w, t, bias = operands.h, operands.w, operands.t, operands.bias
-    others, axis, is_learnt = operands.options(config)._replace(bias=None), config.vocab_axis, operands.weight_scale is None
+    h, w, t, axis, is_learnt = operands.h, operands.w, operands.t, config.vocab_axis, operands.weight_scale is None
+    dense = {name: x for name in ("bias", "factor", "offset") if (x := getattr(operands, name)) is not None}
+    others = operands.options(config)._replace(**dict.fromkeys(dense))
 
     def add_block(grads, start, size):
-        def scores(h, learnt, t, bias_block):  # (l - top) / T of one block, [size, rows]
+        def scores(h, learnt, t, blocks):  # (l - top) / T of one block, [size, rows]
             shape = {"size": size, "vocab_axis": axis, "precision": config.precision}
             options = block_of(others, start, size)
             raw = xla.block_logits(h, learnt if is_learnt else w_block, jnp.int32(0), **shape)
             model = model_logits(raw, config.scale, config.soft_cap, options.weight_scale)
-            if bias_block is not None:
-                options = options._replace(bias=bias_block[:, None] if bias_block.ndim == 1 else bias_block.T)
+            options = options._replace(**{name: x[:, None] if x.ndim == 1 else x.T for name, x in blocks.items()})
             x = processed_logits(model, options, existing(start + lax.broadcasted_iota(jnp.int32, (size, 1), 0), options))
             alive = x > -jnp.inf  # a masked logit has weight 0, which must not meet its -inf in the chain rule
             return (jnp.where(alive, x, top) - top) * inverse_temperature(t), alive
 
         w_block = lax.dynamic_slice_in_dim(w, start, size, axis)
-        bias_block = None if bias is None else lax.dynamic_slice_in_dim(bias, start, size, -1)
-        z, pull, alive = jax.vjp(scores, h.astype(jnp.float32), w_block if is_learnt else None, t, bias_block, has_aux=True)
-        dh, dw_block, dt, dbias_block = pull(jnp.where(alive, weight * jnp.exp(z - log_total), 0.0))
+        blocks = {name: lax.dynamic_slice_in_dim(x, start, size, -1) for name, x in dense.items()}
+        z, pull, alive = jax.vjp(scores, h.astype(jnp.float32), w_block if is_learnt else None, t, blocks, has_aux=True)
+        dh, dw_block, dt, dblocks = pull(jnp.where(alive, weight * jnp.exp(z - log_total), 0.0))
         put = lambda whole, part, ax: lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), start, ax)  # noqa: E731
         return (grads[0] + dh, put(grads[1], dw_block, axis) if is_learnt else None, grads[2] + dt,
-                None if bias is None else put(grads[3], dbias_block, bias.ndim - 1))
+                {name: put(grads[3][name], part, part.ndim - 1) for name, part in dblocks.items()})
 
     grads = _mesh.vary((jnp.zeros(h.shape, jnp.float32), jnp.zeros_like(w) if is_learnt else None, jnp.zeros_like(t),
-                        jax.tree.map(jnp.zeros_like, bias)), tuple(varying(weight)))
+                        jax.tree.map(jnp.zeros_like, dense)), tuple(varying(weight)))
     block = _block_size(config)
     starts = jnp.arange(config.vocab // block, dtype=jnp.int32) * block
     grads, _ = lax.scan(lambda g, start: (add_block(g, start, block), None), grads, starts)
     if tail := config.vocab % block:
         grads = add_block(grads, jnp.int32(config.vocab - tail), tail)
-    return (Operands(grads[0].astype(h.dtype), grads[1], grads[2], grads[3], *(None,) * 6),)
+    nothing = dict.fromkeys(("bias", "mask", "factor", "offset", "filters"))
+    return (Operands(grads[0].astype(h.dtype), grads[1], grads[2], **{**nothing, **grads[3]}),)
 
 
 _log_total.defvjp(_forward, _backward)

@@ -47,9 +47,9 @@ def epsilon_greedy(arms: Arms, *, epsilon: ArrayLike = 0.1) -> Bandit:
         return jnp.where(explores, anything, best(state.counts, state.means))
 
     def update(state: Means, arm, num_accepted, draft_len) -> Means:
-        return with_reward(state, core.is_arm(arms, arm), core.scaled_reward(arms, arm, num_accepted))
+        return with_reward(state, core.is_played(arms, arm, num_accepted), core.scaled_reward(arms, arm, num_accepted))
 
-    return Bandit(init, select, update)
+    return core.bandit(init, select, update)
 
 
 def fixed(arms: Arms, arm: ArrayLike) -> Bandit:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gumbeljax._call import plain_broadcasting
 from gumbeljax._checks import as_array, is_traced
 from gumbeljax._keys import as_threefry, typed_key
 from gumbeljax._typing import Array, ArrayLike, Key
@@ -37,7 +38,8 @@ class Bandit(NamedTuple):
     - `select(state, key) -> arm`: int32 scalar. `key` is one JAX random key, typed or raw; bandits without noise do not
       look at it. The others use a stream of their own, so the key may be one that tokens are drawn with.
     - `update(state, arm, num_accepted, draft_len) -> state`: `draft_len` is the number of tokens that were drafted,
-      `num_accepted` how many of them were kept: 0 to `draft_len`. An `arm` that does not exist changes nothing.
+      `num_accepted` how many of them were kept: 0 to `draft_len`. An `arm` that does not exist changes nothing, and neither
+      does a `num_accepted` that is NaN or negative: one such round would otherwise spoil an arm for ever.
 
     To leave a round out (a finished row of a batch), keep the old state with `jnp.where` over its leaves. In a carry inside
     `shard_map`, start from `jax.lax.pcast(bandit.init(), axis_name, to="varying")` when every shard has its own.
@@ -48,6 +50,12 @@ class Bandit(NamedTuple):
     update: Callable[..., Any]
 
 
+def bandit(init: Callable, select: Callable, update: Callable) -> Bandit:
+    """A `Bandit` that does not mind what promotions its user forbids."""
+    return Bandit(*map(plain_broadcasting(), (init, select, update)))
+
+
+@plain_broadcasting()
 def expected_tokens(rate: ArrayLike, draft_len: ArrayLike) -> Array:
     r"""Tokens per step when each drafted token is accepted with probability `rate`, as far as the first rejection.
 
@@ -71,6 +79,7 @@ def expected_tokens(rate: ArrayLike, draft_len: ArrayLike) -> Array:
     return jnp.where(a >= 1, most, -jnp.expm1(most * jnp.log1p(-gap)) / gap)
 
 
+@plain_broadcasting()
 def scaled_reward(arms: Arms, arm: ArrayLike, num_accepted: ArrayLike) -> Array:
     r"""The reward of a step: its tokens per unit cost, scaled into [0, 1] by one affine map for all arms.
 
@@ -109,6 +118,11 @@ def reward_range(arms: Arms) -> tuple[Array, Array]:
 def is_arm(arms: Arms, arm: ArrayLike) -> Array:
     """bool `[..., arms]`: which arm it is. A comparison, so that an arm that does not exist is none of them."""
     return jnp.arange(arms.cost.shape[-1]) == arm
+
+
+def is_played(arms: Arms, arm: ArrayLike, num_accepted: ArrayLike) -> Array:
+    """bool `[arms]`: which arm a round was played with; none of them if it says nothing (see `Bandit.update`)."""
+    return is_arm(arms, arm) & (jnp.asarray(num_accepted) >= 0)
 
 
 def checked(arms: Arms) -> Arms:

@@ -58,9 +58,9 @@ def thompson(arms: Arms, *, a: ArrayLike = 1.0, b: ArrayLike = 1.0) -> Bandit:
         return jnp.argmax(core.expected_tokens(rate, arms.draft_len) / arms.cost).astype(jnp.int32)
 
     def update(state: ThompsonState, arm, num_accepted, draft_len) -> ThompsonState:
-        played = core.is_arm(arms, arm)
+        played = core.is_played(arms, arm, num_accepted)
         accepted = jnp.asarray(num_accepted, jnp.float32)
         is_rejected = accepted < jnp.asarray(draft_len, jnp.float32)
         return ThompsonState(state.a + jnp.where(played, accepted, 0), state.b + (played & is_rejected))
 
-    return Bandit(init, select, update)
+    return core.bandit(init, select, update)

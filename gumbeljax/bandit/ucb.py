@@ -156,9 +156,10 @@ def _by_index(arms: Arms, index_fn: Callable[[Array, Array, Array], Array], disc
                                            jnp.maximum(jnp.sum(state.counts), 1)))
 
     def update(state: Means, arm, num_accepted, draft_len) -> Means:
-        return with_reward(state, core.is_arm(arms, arm), core.scaled_reward(arms, arm, num_accepted), discount)
+        played, reward = core.is_played(arms, arm, num_accepted), core.scaled_reward(arms, arm, num_accepted)
+        return with_reward(state, played, reward, discount)
 
-    return Bandit(init, select, update)
+    return core.bandit(init, select, update)
 
 
 def best(counts: Array, scores: Array) -> Array:

@@ -13,7 +13,7 @@ from gumbeljax.bandit.ucb import best
 
 
 class ArmWindows(NamedTuple):
-    """The last rewards of each arm, in rings. `counts` are lifetime plays: they say where a ring goes on."""
+    """The last rewards of each arm, in rings. `counts` are lifetime plays, up to 2^30: they say where a ring goes on."""
 
     rewards: Array  # f32 [arms, window]
     counts: Array  # int32 [arms]
@@ -95,12 +95,14 @@ def _arm_windows(arms: Arms, window: int, c: Array) -> Bandit:
         return best(counts, _bounds(counts, jnp.sum(state.rewards, axis=-1), rounds, c))
 
     def update(state: ArmWindows, arm, num_accepted, draft_len) -> ArmWindows:
-        played = core.is_arm(arms, arm)
+        played = core.is_played(arms, arm, num_accepted)
         oldest = jnp.arange(window)[None] == (state.counts % window)[:, None]
         reward = core.scaled_reward(arms, arm, num_accepted)
-        return ArmWindows(jnp.where(played[:, None] & oldest, reward, state.rewards), state.counts + played)
+        counts = state.counts + played
+        counts = jnp.where(counts >= 2**30, counts - 2**29 // window * window, counts)  # the ring goes on at the same place
+        return ArmWindows(jnp.where(played[:, None] & oldest, reward, state.rewards), counts)
 
-    return Bandit(init, select, update)
+    return core.bandit(init, select, update)
 
 
 def _round_window(arms: Arms, window: int, c: Array) -> Bandit:
@@ -116,7 +118,7 @@ def _round_window(arms: Arms, window: int, c: Array) -> Bandit:
         return best(counts, _bounds(counts, sums, jnp.sum(counts), c))
 
     def update(state: RoundWindow, arm, num_accepted, draft_len) -> RoundWindow:
-        exists = jnp.any(core.is_arm(arms, arm))
+        exists = jnp.any(core.is_played(arms, arm, num_accepted))
         oldest = (jnp.arange(window) == state.position) & exists
         reward = core.scaled_reward(arms, arm, num_accepted)
         return RoundWindow(
@@ -125,4 +127,4 @@ def _round_window(arms: Arms, window: int, c: Array) -> Bandit:
             (state.position + exists) % window,
         )
 
-    return Bandit(init, select, update)
+    return core.bandit(init, select, update)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gumbeljax import _checks
 from gumbeljax._call import plain_broadcasting
@@ -155,7 +156,10 @@ def resample(state: State, key: Key, *, resample_fn: Callable = systematic, thre
     shape, n = state.log_weights.shape, state.log_weights.shape[-1]
     size = ess(state.log_weights, mask=state.mask)
     num_alive = jnp.sum(state.mask, axis=-1)
-    due = size < jnp.asarray(threshold, jnp.float32) * num_alive  # never where the ESS is NaN
+    share = _checks.per_row(threshold, "threshold", size.shape).reshape(size.shape)
+    if _checks.is_concrete(threshold) and np.any(np.isnan(np.asarray(threshold, np.float64))):
+        raise ValueError(f"threshold must be a number; got {threshold}: pass 0 for never, 1 for always.")
+    due = size < share * num_alive  # never where the ESS is NaN
     own = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), shape)
     drawn = resample_fn(state.log_weights, keys, mask=state.mask)
     drawn = jnp.take_along_axis(drawn, _slots(state.mask, keys), axis=-1)

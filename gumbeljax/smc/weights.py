@@ -126,7 +126,7 @@ def first_token_keys(key: Key, num_particles: int, *, alpha: ArrayLike = 1.0) ->
     >>> (keys == keys[:, :1]).all(axis=1).tolist()
     [True, False]
     """
-    key = as_threefry(typed_key(key))
+    key, num_particles = as_threefry(typed_key(key)), _checks.count(num_particles, "num_particles")
     own = jax.vmap(lambda k: jax.vmap(lambda i: jax.random.fold_in(k, i))(jnp.arange(num_particles)))(key.reshape(-1))
     own = own.reshape(*key.shape, num_particles)
     shared = jnp.broadcast_to(jnp.asarray(alpha) == 1, key.shape)

@@ -15,11 +15,13 @@ from pallas_kernels.noise import GROUP
 def _laws(target_logits, draft_logits) -> tuple[Array, Array]:
     laws = []
     for x, name in ((target_logits, "target_logits"), (draft_logits, "draft_logits")):
-        laws.append(jax.nn.log_softmax(_checks.float_array(x, name).astype(jnp.float32)))
-    if laws[0].shape != laws[1].shape or laws[0].ndim == 0:
+        laws.append(_checks.float_array(x, name).astype(jnp.float32))
+    if laws[0].ndim == 0 or laws[0].shape[-1] == 0:
+        raise ValueError(f"target_logits must be [*batch, vocab] with at least one token; got shape {list(laws[0].shape)}.")
+    if laws[0].shape != laws[1].shape:
         raise ValueError(f"draft_logits must have the shape of target_logits, {list(laws[0].shape)}; got "
                          f"{list(laws[1].shape)}: give both [*batch, vocab].")
-    return laws[0], laws[1]
+    return jax.nn.log_softmax(laws[0]), jax.nn.log_softmax(laws[1])
 
 
 @plain_broadcasting()
@@ -96,7 +98,7 @@ def coupled_acceptance(target_logits: ArrayLike, draft_logits: ArrayLike) -> Arr
       target_logits, draft_logits: `[*batch, vocab]`, as in `acceptance`.
 
     Returns:
-      float32 `[*batch]`.
+      float32 `[*batch]`; NaN for a row without a law.
 
     >>> p, q = jnp.log(jnp.array([0.6, 0.3, 0.1])), jnp.log(jnp.array([0.2, 0.3, 0.5]))
     >>> round(float(coupled_acceptance(p, q)), 4)
@@ -111,6 +113,7 @@ def coupled_acceptance(target_logits: ArrayLike, draft_logits: ArrayLike) -> Arr
         a, b = (jnp.pad(x, (0, -vocab % GROUP), constant_values=-jnp.inf).reshape(-1, GROUP) for x in row)
         groups = _agreement(jax.nn.logsumexp(a, axis=-1), jax.nn.logsumexp(b, axis=-1))
         inside = jax.vmap(_agreement)(a, b)
-        return jnp.sum(groups * jnp.sum(inside, axis=-1))
+        has_law = ~jnp.any(jnp.isnan(row[0]) | jnp.isnan(row[1]))
+        return jnp.where(has_law, jnp.sum(groups * jnp.sum(inside, axis=-1)), jnp.nan)
 
     return jax.lax.map(of_row, (log_p.reshape(-1, vocab), log_q.reshape(-1, vocab))).reshape(shape)

@@ -110,7 +110,12 @@ def position_counts(counts: TokenCounts, draft_tokens: ArrayLike) -> TokenCounts
     >>> position_counts(count_tokens(jnp.array([0]), vocab=3), jnp.array([2, 2])).output.tolist()
     [[0, 0, 0], [0, 0, 1], [0, 0, 2]]
     """
+    if not isinstance(counts, TokenCounts):
+        raise TypeError(f"counts must be a gumbeljax.TokenCounts; got {type(counts).__name__}: make them with count_tokens.")
     tokens, vocab = _checks.as_array(draft_tokens, "draft_tokens"), counts.output.shape[-1]
+    if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim == 0 or tokens.shape[:-1] != counts.output.shape[:-1]:
+        raise ValueError(f"draft_tokens must be integers {[*counts.output.shape[:-1], 'draft_len']}, as counts; "
+                         f"got {tokens.dtype}{list(tokens.shape)}: give every request its draft.")
     each = jax.nn.one_hot(tokens, vocab, dtype=jnp.int32)
     before = jnp.pad(jnp.cumsum(each, axis=-2), [(0, 0)] * (tokens.ndim - 1) + [(1, 0), (0, 0)])
     in_prompt = jnp.broadcast_to(counts.in_prompt[..., None, :], before.shape)
@@ -127,7 +132,7 @@ class Drafts(NamedTuple):
 
 def check_drafts(draft_tokens: ArrayLike, draft_lens: ArrayLike | None, shape: tuple[int, ...], chains: bool) -> Drafts:
     """Drafts against the shape of the target's rows, `[*batch, positions]` or `[*batch, chains, positions]`."""
-    tokens = draft_tokens if hasattr(draft_tokens, "dtype") else np.asarray(draft_tokens)
+    tokens = _checks.listed(draft_tokens)
     wanted = (*shape[:-1], shape[-1] - 1)
     if tokens.shape != wanted or len(wanted) < 1 + chains or 0 in shape[len(shape) - 1 - chains:]:
         raise ValueError(f"draft_tokens must be [*batch, {'chains, ' * chains}draft_len] where the target has positions "
@@ -137,11 +142,11 @@ def check_drafts(draft_tokens: ArrayLike, draft_lens: ArrayLike | None, shape: t
     tokens = _checks.token_ids(tokens, wanted).reshape(math.prod(batch_shape), wanted[-2] if chains else 1, wanted[-1])
     lens = jnp.full(tokens.shape[:2], wanted[-1], jnp.int32)
     if draft_lens is not None:
-        draft_lens = _checks.as_array(draft_lens, "draft_lens")
+        draft_lens = _checks.as_array(_checks.in_32_bits(draft_lens), "draft_lens")
         if not jnp.issubdtype(draft_lens.dtype, jnp.integer) or draft_lens.shape not in ((), wanted[:-1]):
             raise ValueError(f"draft_lens must be integers, one or {list(wanted[:-1])}; got {draft_lens.dtype}"
                              f"{list(draft_lens.shape)}: give every draft its length.")
-        lens = jnp.broadcast_to(draft_lens, wanted[:-1]).reshape(lens.shape).astype(jnp.int32)
+        lens = _checks.per_row(draft_lens, "draft_lens", wanted[:-1], jnp.int32).reshape(lens.shape)
     return Drafts(tokens, lens, batch_shape)
 
 
@@ -163,8 +168,12 @@ def position_keys(key: Key, start: ArrayLike, count: int) -> Array:
     >>> position_keys(jax.random.split(jax.random.key(0), 3), jnp.array([7, 9, 9]), 5).shape
     (3, 5)
     """
-    key = as_threefry(typed_key(key))
-    positions = jnp.asarray(start)[..., None] + jnp.arange(count)
+    key, count = as_threefry(typed_key(key)), _checks.count(count, "count")
+    start = _checks.as_array(start, "start")
+    if start.shape not in ((), key.shape) or not jnp.issubdtype(start.dtype, jnp.integer):
+        raise ValueError(f"start must be integers, one or one for each of the keys {list(key.shape)}; got {start.dtype}"
+                         f"{list(start.shape)}: give every request its position.")
+    positions = start[..., None] + jnp.arange(count)
     positions = jnp.broadcast_to(positions, (*key.shape, count)).astype(jnp.uint32)
     keys = jnp.broadcast_to(key[..., None], positions.shape)
     return jax.vmap(jax.random.fold_in)(keys.reshape(-1), positions.reshape(-1)).reshape(positions.shape)

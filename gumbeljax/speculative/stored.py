@@ -33,7 +33,7 @@ def _stored(operands: Operands, config: Config) -> tuple[Operands, Config]:
 
 def _split(x: Array, requests: int, chunk: int) -> Array:
     """Rows `[requests * k, ...]` as `[chunks, chunk * k, ...]`; the last chunk is filled up with the first requests."""
-    x = x.reshape(requests, -1, *x.shape[1:])
+    x = x.reshape(requests, x.shape[0] // requests, *x.shape[1:])  # without -1: a draft may have no tokens
     x = jnp.concatenate([x, x[jnp.arange(-requests % chunk) % requests]])
     return x.reshape(x.shape[0] // chunk, chunk * x.shape[1], *x.shape[2:])
 

@@ -178,7 +178,8 @@ def per_token(x, name: str, batch_shape: tuple[int, ...], width: int, vocab: int
         return None
     if isinstance(x, Mapping) and dtype == jnp.float32:
         x = dense_bias(x, name, width, vocab)
-    x = as_array(x, name)
+    is_wide = getattr(x, "dtype", None) in (np.int64, np.uint64)  # jax would cut bits off, or not, with its x64 flag
+    x = x if is_wide and dtype == jnp.bool_ else as_array(x, name)
     if dtype == jnp.bool_ and x.dtype in (jnp.uint32, jnp.int32):
         return unpacked_bits(x, name, batch_shape, width)[..., :vocab]
     if dtype == jnp.bool_ and x.dtype != jnp.bool_:

@@ -132,7 +132,7 @@ def merge_log_mass(candidates: Candidate, key: Key) -> Candidate:
     chosen = race.first_where(scores == jnp.max(scores, axis=0), column)
     total = jnp.max(log_mass, axis=0)
     total = total + jnp.log(jnp.sum(jnp.exp(log_mass - race.finite_or_zero(total)), axis=0))
-    picked = jnp.sum(jnp.where(column == chosen, token, 0), axis=0)
+    picked = jnp.sum(jnp.where(column == chosen, token, 0), axis=0, dtype=token.dtype)
     return Candidate(jnp.where(total > -jnp.inf, picked, -1), total)
 
 

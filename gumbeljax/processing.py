@@ -147,7 +147,8 @@ def options_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def token_lists(x: ArrayLike, name: str, batch_shape: tuple[int, ...] | None, vocab: int) -> Array:
     """Checked token ids, int32 `[n]` or `[*batch, n]` (any leading shape when batch_shape is None), -1 for nothing."""
     try:
-        values = x if hasattr(x, "dtype") else np.asarray(x)
+        of_tracers = not hasattr(x, "dtype") and any(map(_checks.is_traced, jax.tree.leaves(x)))  # a list that went into jit
+        values = x if hasattr(x, "dtype") else jnp.asarray(x) if of_tracers else np.asarray(x)
     except ValueError:
         raise ValueError(f"{name} must be lists of one length; got lists of several: fill shorter ones up with -1.") from None
     if values.size == 0 and not hasattr(x, "dtype"):

@@ -111,6 +111,15 @@ def parse_line(line: str, number: int, allowed: dict[str, Any]) -> Prompt:
             )
     if any(not isinstance(value, int | float) or isinstance(value, bool) for value in fields.values()):
         raise ValueError(f"line {number} must have numbers as sampling options, got {fields}; fix it")
+    for name, least, most in (("seed", 0, 2**32 - 1), ("max_new_tokens", 1, 2**31 - 1)):
+        value = own.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most):
+            raise ValueError(f"line {number} must have a whole number from {least} to {most} as {name}, got {value!r}; fix it")
+    if own.get("stop") is not None:
+        texts = [own["stop"]] if isinstance(own["stop"], str) else own["stop"]
+        if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError(f"line {number} must have a text, or a list of texts, as stop, got {own['stop']!r}; fix it")
+        own["stop"] = texts
     return Prompt(own["prompt"], own.get("seed"), own.get("max_new_tokens"), own.get("stop"), fields)
 
 
@@ -122,6 +131,8 @@ def run(options: argparse.Namespace) -> None:
 
     if options.raw and options.system is not None:
         raise ValueError("--system must go without --raw, got both; drop one of them")
+    if "" in options.stop:
+        raise ValueError("--stop must have at least one character, got none; leave it out")
     prompts = read_prompts(options)
     console = Console(stderr=True, quiet=options.quiet, highlight=False)
     with console.status("Loading the model ..."):

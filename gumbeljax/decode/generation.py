@@ -9,20 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from gumbeljax import kv_cache
+from gumbeljax._checks import is_concrete
 from gumbeljax._typing import ArrayLike, Key
 from gumbeljax.decode.prefilling import prefill
+from gumbeljax.decode.requests import whole_numbers
 from gumbeljax.decode.state import DecodeState, Generation, drawn_tokens, filler, request_keys
 from gumbeljax.decode.steps import Rules, run_chunk, steps_per_chunk
-from gumbeljax.decode.stops import find_stop
+from gumbeljax.decode.stops import find_stop, stop_strings
 from gumbeljax.sampling import sample
+
+FIXED = ("vocab_axis", "valid_vocab", "scale", "soft_cap", "num_samples")  # Python numbers of ``sample``
 
 
 def check_sampling(sampling: Mapping[str, Any]) -> None:
     """Options that no trace can carry get a sentence, not an error from deep inside."""
     for name, value in sampling.items():
-        if isinstance(value, str | bool):
+        if isinstance(value, str | bool) or name in FIXED:
             raise TypeError(
-                f"{name} must be a number or an array, since options of the loop are traced, got {value!r}; "
+                f"{name} must be fixed when the loop is traced, and its other options are traced, got {value!r}; "
                 f"pass sample_fn=functools.partial(gumbeljax.sample, {name}={value!r})."
             )
 
@@ -71,7 +75,7 @@ def resume(
     max_new_tokens: int | Sequence[int],
     min_new_tokens: int | Sequence[int] = 0,
     eos_tokens: ArrayLike | Sequence[int] = (),
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     text_fn: Callable[[Sequence[int]], str] | None = None,
     pad_token: int = 0,
     chunk_size: int = 16,
@@ -87,12 +91,16 @@ def resume(
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; 8 to 32 is usual.")
-    if stop and text_fn is None:
+    if (stop := stop_strings(stop)) and text_fn is None:
         raise ValueError(f"stop must go with text_fn, got {list(stop)} alone; pass text_fn=tokenizer.decode.")
     check_sampling(sampling)
     batch, max_length = state.tokens.shape
     start = np.array(state.lengths)
-    room = np.broadcast_to(np.asarray(max_new_tokens), (batch,))
+    room, least = whole_numbers(max_new_tokens, "max_new_tokens"), whole_numbers(min_new_tokens, "min_new_tokens")
+    for name, value in (("max_new_tokens", room), ("min_new_tokens", least)):
+        if value.shape not in ((), (batch,)):
+            raise ValueError(f"{name} must be one number or {batch}, one per row, got shape {list(value.shape)}; fix it.")
+    room, least = (np.broadcast_to(value, (batch,)) for value in (room, np.minimum(least, max_length)))
     if not np.all((room >= 0) & (start + room <= max_length)):
         raise ValueError(
             f"max_new_tokens must lie between 0 and what max_length {max_length} leaves, "
@@ -100,9 +108,9 @@ def resume(
         )
     most = int(room.max(initial=0))
     keys = request_keys(key, batch)
-    least = np.broadcast_to(np.asarray(min_new_tokens, np.int32), (batch,))
     min_lengths = state.prompt_lengths + jnp.asarray(least) if least.any() else None
-    rules = Rules(jnp.asarray(start + room, jnp.int32), min_lengths, jnp.asarray(eos_tokens, jnp.int32))
+    ends = whole_numbers(eos_tokens, "eos_tokens") if is_concrete(eos_tokens) or eos_tokens is None else eos_tokens
+    rules = Rules(jnp.asarray(start + room, jnp.int32), min_lengths, jnp.asarray(ends, jnp.int32))
     stops = _Stops(state, stop, text_fn) if stop and text_fn is not None else None
     num_steps = steps_per_chunk(most, chunk_size)
     chunks = []

@@ -11,6 +11,7 @@ import numpy as np
 from gumbeljax import kv_cache
 from gumbeljax._checks import is_concrete
 from gumbeljax._typing import ArrayLike
+from gumbeljax.decode.requests import whole_numbers
 from gumbeljax.decode.state import DecodeState
 from gumbeljax.kv_cache import ContiguousCache, PagedCache
 
@@ -114,7 +115,7 @@ def prefill(
     Returns:
       The ``DecodeState`` before the first draw.
     """
-    prompts = np.asarray(prompts, np.int32) if is_concrete(prompts) else jnp.asarray(prompts, jnp.int32)
+    prompts = whole_numbers(prompts, "prompts") if is_concrete(prompts) else jnp.asarray(prompts, jnp.int32)
     if prompts.ndim != 2 or prompts.shape[1] < 1:
         raise ValueError(f"prompts must have shape [batch, width] with width >= 1, got {prompts.shape}; add an axis.")
     batch, width = prompts.shape

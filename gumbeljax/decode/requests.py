@@ -3,9 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
+from gumbeljax._keys import as_threefry, typed_key
 from gumbeljax._typing import Key
+from gumbeljax.decode.stops import stop_strings
 
 NO_OPTIONS: Mapping[str, Any] = {}
 
@@ -17,8 +20,8 @@ class Request(NamedTuple):
     key: Key  # the request key: the token at position p is drawn with fold_in(key, p)
     max_new_tokens: int
     min_new_tokens: int = 0
-    eos_tokens: Sequence[int] = ()
-    stop: Sequence[str] = ()
+    eos_tokens: int | Sequence[int] = ()
+    stop: str | Sequence[str] = ()
     sampling: Mapping[str, Any] = NO_OPTIONS  # options of this request, over the defaults given to serve
 
 
@@ -31,6 +34,46 @@ class Output(NamedTuple):
     reason: str | None  # None while it goes on, else why it ended: "eos", "stop", "length" or "no law"
 
 
+def whole_numbers(x: Any, name: str) -> np.ndarray:
+    """Integers of 32 bits, or one sentence: a length of 3.5 would never be reached.
+
+    >>> whole_numbers([3, 4], "lengths"), whole_numbers([], "lengths").dtype
+    (array([3, 4], dtype=int32), dtype('int32'))
+    """
+    try:
+        values = np.asarray(x)
+    except ValueError:
+        raise ValueError(f"{name} must be of one length, got lists of several; fill shorter ones up.") from None
+    if values.size and (values.dtype.kind not in "iu" or values.min() < -(2**31) or values.max() >= 2**31):
+        raise TypeError(f"{name} must be whole numbers of 32 bits, got {str(x)[:40]}; round them.")
+    return values.astype(np.int32)
+
+
+def checked(request: Request, index: int) -> Request:
+    """The request in one form: its numbers as ints, its key a threefry key, one end token or stop string in a tuple."""
+    if not isinstance(request, Request):
+        raise TypeError(f"requests must be gumbeljax.decode.Request, got {type(request).__name__}; write Request(prompt, ...).")
+    whose = f"of request {index}"
+    names = ("prompt", "max_new_tokens", "min_new_tokens", "eos_tokens")
+    prompt, most, least, ends = (whole_numbers(getattr(request, name), f"{name} {whose}") for name in names)
+    if prompt.ndim != 1 or np.any(prompt < 0):
+        raise ValueError(f"prompt {whose} must be one list of token ids, got shape {list(prompt.shape)} with the least "
+                         f"{prompt.min(initial=0)}; give every prompt a request of its own.")  # fmt: skip
+    for name, value in (("max_new_tokens", most), ("min_new_tokens", least)):
+        if value.ndim:
+            raise ValueError(f"{name} {whose} must be one number, got shape {list(value.shape)}; pass an int.")
+    key = as_threefry(typed_key(request.key))
+    if key.shape:
+        raise ValueError(f"key {whose} must be one key, got keys of shape {list(key.shape)}; give every request its own.")
+    for name, value in request.sampling.items():
+        if not (np.asarray(value).dtype == bool or jnp.issubdtype(np.asarray(value).dtype, np.number)):
+            raise TypeError(f"{name} {whose} must be numbers, got {value!r}; pass a number or an array.")
+    return Request(
+        prompt, key, int(most), min(max(int(least), 0), max(int(most), 0)), tuple(ends.reshape(-1).tolist()),
+        stop_strings(request.stop, f"stop {whose}"), request.sampling,
+    )  # fmt: skip
+
+
 def end_reason(tokens: np.ndarray, request: Request, is_stopped: bool) -> str | None:
     """Why the output ``tokens`` ends with its last token; of several reasons the first in the order of ``Output``.
 
@@ -39,7 +82,7 @@ def end_reason(tokens: np.ndarray, request: Request, is_stopped: bool) -> str | 
     """
     if tokens.size and tokens[-1] < 0:
         return "no law"
-    if tokens.size and tokens[-1] in tuple(request.eos_tokens):
+    if tokens.size and tokens[-1] in np.atleast_1d(request.eos_tokens):
         return "eos"
     if is_stopped:
         return "stop"

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gumbeljax import kv_cache
-from gumbeljax._keys import as_threefry, typed_key
 from gumbeljax.decode.admission import House, Plan, best_source, num_blocks, plan_round
 from gumbeljax.decode.generation import check_sampling
-from gumbeljax.decode.requests import Output, Request, end_reason
+from gumbeljax.decode.requests import Output, Request, checked, end_reason
 from gumbeljax.decode.seating import empty_state, prefill_rows, seat, vacate
 from gumbeljax.decode.state import DecodeState, drawn_tokens
 from gumbeljax.decode.steps import Rules, run_chunk
@@ -56,7 +55,8 @@ class _Rows:
         self.defaults = {name: np.asarray(value) for name, value in sampling.items()}
         self.sampling = {name: np.stack([value] * self.batch) for name, value in self.defaults.items()}
 
-    def check(self, index: int, request: Request, text_fn: Callable | None) -> None:
+    def checked(self, index: int, request: Request, text_fn: Callable | None) -> Request:
+        request = checked(request, index)
         size = len(request.prompt)
         if size < 1 or request.max_new_tokens < 1:
             raise ValueError(
@@ -82,6 +82,7 @@ class _Rows:
                     f"{name} of request {index} must have the shape of its default, {self.defaults[name].shape}, got {shape}; "
                     "pad it."
                 )
+        return request
 
     def house(self) -> House:
         free_rows = [i for i, seated in enumerate(self.seats) if seated is None]
@@ -125,7 +126,7 @@ class _Rows:
         """Everything the host keeps for a row now speaks of another request."""
         row, request = plan.row, plan.request
         self.seats[row], self.texts[row] = Seat(plan.index, request, []), plan.prompt
-        self.keys[row] = np.asarray(jax.random.key_data(as_threefry(typed_key(request.key))))
+        self.keys[row] = np.asarray(jax.random.key_data(request.key))
         self.limits[row] = plan.prompt.size + request.max_new_tokens
         self.min_lengths[row] = plan.prompt.size + request.min_new_tokens
         ends, width = np.asarray(request.eos_tokens, np.int32).reshape(-1), self.eos_tokens.shape[1]
@@ -135,7 +136,10 @@ class _Rows:
         self.eos_tokens[row] = NO_TOKEN
         self.eos_tokens[row, : ends.size] = ends
         for name, value in self.sampling.items():
-            value[row] = request.sampling.get(name, self.defaults[name])
+            own = np.asarray(request.sampling.get(name, self.defaults[name]))
+            if value.dtype.kind in "iu" and own.dtype.kind == "f":  # a default of 1 is no reason to round 0.5 down
+                value = self.sampling[name] = value.astype(np.float64)
+            value[row] = own
 
     def run_prompts(self, plans: list[Plan], prefill_size: int) -> None:
         """What the rows of a round do not share, in passes over these rows alone."""
@@ -241,7 +245,14 @@ def serve(
     for name, size in (("chunk_size", chunk_size), ("prefill_size", prefill_size)):
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}; raise it.")
+    sampling = {name: value for name, value in sampling.items() if value is not None}
     check_sampling(sampling)
+    for name, value in sampling.items():
+        if isinstance(value, Mapping) or hasattr(value, "_fields"):
+            raise TypeError(
+                f"{name} must be a number or an array, since every row of serve has its own, got {type(value).__name__}; "
+                f"pass sample_fn=functools.partial(gumbeljax.sample, {name}=...)."
+            )
     return _serve(
         _Rows(decode_fn, params, w, cache, sampling, pad_token), enumerate(requests), text_fn, shares_prefix, prefill_size,
         num_steps=chunk_size, sample_fn=sample_fn, options_fn=options_fn,
@@ -253,8 +264,7 @@ def _serve(rows: _Rows, requests, text_fn, shares_prefix, prefill_size, **option
     while True:
         while True:
             for index, request in islice(requests, rows.batch - len(waiting)):
-                rows.check(index, request, text_fn)
-                waiting.append((index, request))
+                waiting.append((index, rows.checked(index, request, text_fn)))
             if not rows.admit(waiting, shares_prefix, prefill_size):
                 break
         if not any(rows.seats):

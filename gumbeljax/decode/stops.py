@@ -5,6 +5,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 
+def stop_strings(stop: str | Sequence[str], name: str = "stop") -> tuple[str, ...]:
+    """Stop strings, checked; one alone may be given as it is.
+
+    >>> stop_strings("END"), stop_strings(["a", "b"])
+    (('END',), ('a', 'b'))
+    """
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    for string in strings:
+        if not isinstance(string, str) or not string:  # every text contains the empty one
+            raise ValueError(f"{name} must be texts with at least one character, got {string!r}; leave it out.")
+    return strings
+
+
 def find_stop(tokens: np.ndarray, start: int, stop: Sequence[str], text_fn: Callable[[Sequence[int]], str]) -> int | None:
     """The least number of tokens, above ``start``, whose text contains a stop string; None if there is none.
 

@@ -1,0 +1,140 @@
+"""Inputs that a hostile reader tried: plainly bad ones get one sentence, odd good ones the documented answer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gumbeljax
+from gumbeljax import Processors, bandit, groups, smc, speculative
+from gumbeljax.decode import Request
+from gumbeljax.decode.requests import checked
+from gumbeljax.speculative import Law
+
+KEY = jax.random.key(0)
+H, W = jnp.ones((2, 4)), jnp.arange(20.0).reshape(5, 4) / 8
+BANDITS = (bandit.ucb1, bandit.thompson, bandit.epsilon_greedy, bandit.kl_ucb, bandit.moss, bandit.discounted_ucb,
+           lambda arms: bandit.sliding_window_ucb(arms, window=3),
+           lambda arms: bandit.sliding_window_ucb(arms, window=3, over="rounds"))
+STATE = smc.init(jnp.zeros(3), jnp.zeros(3))
+
+
+def seen():
+    return gumbeljax.count_tokens(jnp.array([[1, 2], [4, 4]]), vocab=5).add(jnp.array([2, 3]))
+
+
+def test_gradients_of_penalties():
+    counts, tokens = seen(), jnp.array([2, 0])
+    given = jnp.array([1.5, 0.3, 0.2])
+
+    def ours(x):
+        processors = Processors(repetition_penalty=x[0], frequency_penalty=x[1], presence_penalty=x[2], counts=counts)
+        return gumbeljax.log_prob(H, W - 1, tokens, processors=processors).sum()
+
+    def plain(x):
+        logits = H @ (W - 1).T
+        repeated = jnp.where(logits > 0, logits / x[0], logits * x[0])
+        logits = jnp.where(counts.in_prompt | (counts.output > 0), repeated, logits)
+        logits = logits - x[1] * counts.output - x[2] * (counts.output > 0)
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1).sum()
+
+    np.testing.assert_allclose(jax.grad(ours)(given), jax.grad(plain)(given), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}], ids=["plain", "filters"])
+def test_a_draft_without_tokens(options):
+    target = Law(jnp.zeros((2, 1, 9)), **options)
+    assert speculative.verify(target, None, np.zeros((2, 0), int), KEY).tokens.shape == (2, 1)
+    assert speculative.verify(target, Law(jnp.zeros((2, 0, 9)), **options), [[], []], KEY).tokens.shape == (2, 1)
+    assert speculative.verify_coupled(target, [[], []], KEY).tokens.shape == (2, 1)
+
+
+@pytest.mark.parametrize("lens", [2**40, np.array([2**33, 7]), np.array([2**32 - 1, 2**31], np.uint32)], ids=str)
+def test_draft_lens_that_would_wrap_around(lens):
+    logits = jnp.zeros((2, 3, 9))
+    out = speculative.verify(Law(logits), Law(logits[:, :2]), jnp.zeros((2, 2), int), KEY, draft_lens=lens)
+    assert out.num_accepted.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-38, 1e39, 1e300])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32], ids=["float16", "float32"])
+def test_relaxation_at_temperatures_at_the_ends_of_float32(dtype, temperature):
+    out = gumbeljax.gumbel_softmax(jnp.zeros((8, 33), dtype), KEY, temperature=temperature).astype(jnp.float32)
+    np.testing.assert_allclose(out.sum(-1), 1, atol=1e-2)
+
+
+@pytest.mark.parametrize("top_k", [2**31, 10**30, np.int64(2**40), np.uint64(2**63)], ids=str)
+def test_top_k_wider_than_32_bits_is_off(top_k):
+    assert gumbeljax.kept_tokens(H, W, top_k=top_k).all()
+
+
+@pytest.mark.parametrize("make", BANDITS)
+def test_a_round_that_says_nothing_changes_nothing(make):
+    arms = bandit.Arms([2, 4])
+    new, start = make(arms), make(arms).init()
+    for accepted in (jnp.nan, -1):
+        jax.tree.map(np.testing.assert_array_equal, new.update(start, 0, accepted, 2), start)
+
+
+def test_a_window_goes_on_after_2_to_the_30_plays():
+    new = bandit.sliding_window_ucb(bandit.Arms([2, 4]), window=3)
+    old = new.init()._replace(counts=jnp.array([2**30 - 1, 5], jnp.int32))
+    state = new.update(old, 0, 2, 2)
+    assert int(state.counts[0]) % 3 == 2**30 % 3 and 2**28 < int(state.counts[0]) < 2**30
+    assert float(state.rewards[0, (2**30 - 1) % 3]) > 0
+
+
+def test_coupled_acceptance_without_a_law():
+    assert jnp.isnan(speculative.coupled_acceptance(jnp.full(20, -jnp.inf), jnp.zeros(20)))
+
+
+def test_promotions_that_users_forbid():
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        gumbeljax.sample(H.astype(jnp.bfloat16), W, KEY, temperature=jnp.ones(2))
+        gumbeljax.gumbel_softmax(H.astype(jnp.bfloat16), KEY, axis=0)
+        groups.merge(groups.summarize(H, KEY), groups.summarize(H, KEY, first_id=16))
+        groups.merge_log_mass(groups.Candidate(jnp.zeros((3, 2), int), jnp.zeros((3, 2))), KEY)
+        for make in BANDITS:
+            new = make(bandit.Arms([1, 2]))
+            new.select(new.update(new.init(), 0, 1, 1), KEY)
+
+
+def test_lists_that_went_into_jit():
+    ban = jax.jit(lambda processors: gumbeljax.greedy(H, W, processors=processors))
+    assert ban(Processors(banned_tokens=[4, 3])).tolist() == [2, 2]
+
+
+BAD = [
+    (lambda: gumbeljax.greedy(H, W, processors=Processors(banned_tokens=[[1], [1, 2]])), "banned_tokens must be lists of one"),
+    (lambda: gumbeljax.greedy(H, W, processors=Processors(repetition_penalty=2.0, counts=[1])), "counts must be a"),
+    (lambda: gumbeljax.count_tokens(jnp.zeros((2, 3), int), vocab=5, lengths=[1, 2, 3]), "lengths must be a scalar or"),
+    (lambda: gumbeljax.count_tokens(jnp.zeros((2, 3), int), vocab=5.0), "vocab must be a Python int"),
+    (lambda: gumbeljax.greedy(H, W, mask=np.array([31])), "mask must be boolean.* int64"),
+    (lambda: gumbeljax.gumbel_softmax(jnp.zeros((2, 0)), KEY), "logits must have at least one choice"),
+    (lambda: gumbeljax.gumbel_softmax(H, KEY, axis=(0, 1)), "axis must name an axis"),
+    (lambda: gumbeljax.gumbel_softmax(H, KEY, hard=1), "hard must be True or False"),
+    (lambda: gumbeljax.gumbel_softmax(H, KEY, temperature="a"), "temperature must be an array or a number"),
+    (lambda: speculative.position_keys(KEY, jnp.array([1, 2]), 3), "start must be integers"),
+    (lambda: speculative.position_counts(seen(), jnp.zeros((3, 2), int)), "draft_tokens must be integers"),
+    (lambda: speculative.acceptance(1.0, 1.0), "target_logits must be"),
+    (lambda: smc.resample(STATE, KEY, threshold=jnp.ones(3)), "threshold must be a scalar or"),
+    (lambda: smc.resample(STATE, KEY, threshold=np.nan), "threshold must be a number; got nan"),
+    (lambda: groups.merge_log_mass(groups.Candidate(jnp.zeros(0, int), jnp.zeros(0)), KEY), "candidates must have"),
+    (lambda: checked(Request([1], KEY, 3.5), 7), "max_new_tokens of request 7 must be whole numbers"),
+    (lambda: checked(Request([[1]], KEY, 3), 7), "prompt of request 7 must be one list"),
+    (lambda: checked(Request([1], jax.random.split(KEY), 3), 7), "key of request 7 must be one key"),
+    (lambda: checked(Request([1], KEY, 3, stop=[""]), 7), "stop of request 7 must be texts"),
+    (lambda: checked(Request([1], KEY, 3, eos_tokens=[2**40]), 7), "eos_tokens of request 7 must be whole numbers of 32"),
+    (lambda: checked(Request([1], KEY, 3, sampling={"temperature": "hot"}), 7), "temperature of request 7 must be numbers"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD, ids=range(len(BAD)))
+def test_one_sentence(call, message):
+    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
+        call()
+
+
+def test_one_end_token_and_one_stop_string_need_no_list():
+    request = checked(Request([1, 2], KEY, 3, eos_tokens=2, stop="END"), 0)
+    assert request.eos_tokens == (2,) and request.stop == ("END",)

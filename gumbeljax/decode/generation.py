@@ -25,8 +25,9 @@ def check_sampling(sampling: Mapping[str, Any]) -> None:
     """Options that no trace can carry get a sentence, not an error from deep inside."""
     for name, value in sampling.items():
         if isinstance(value, str | bool) or name in FIXED:
+            rule = "fixed when traced" if name in FIXED else "a number or an array"
             raise TypeError(
-                f"{name} must be fixed when the loop is traced, and its other options are traced, got {value!r}; "
+                f"{name} must be {rule}, since options of the loop are traced, got {value!r}; "
                 f"pass sample_fn=functools.partial(gumbeljax.sample, {name}={value!r})."
             )
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from gumbeljax.cli.generate import build_parser
+from gumbeljax.cli.generate import build_parser, parse_line
 from tests.cli import command
 from tests.models.golden import read_tiny, write_folder
 
@@ -138,3 +138,14 @@ def test_help_is_complete(capsys):
         assert action.help
         assert all(name in out for name in action.option_strings)
     assert "continuous batching" in out and "fields of the output" in out
+
+
+@pytest.mark.parametrize("field", [{"seed": -1}, {"seed": "7"}, {"max_new_tokens": 2.5}, {"max_new_tokens": 0}, {"stop": [1]},
+                                   {"stop": ""}], ids=str)
+def test_a_line_with_an_odd_field(field):
+    with pytest.raises(ValueError, match=f"line 3 must have .* as {next(iter(field))}, got"):
+        parse_line(json.dumps({"prompt": "Hi", **field}), 3, {})
+
+
+def test_one_stop_string_of_a_line_is_not_split_into_letters():
+    assert parse_line('{"prompt": "Hi", "stop": "END"}', 1, {}).stop == ["END"]

@@ -104,6 +104,17 @@ def test_requests_are_taken_as_rows_become_free():
     assert max(taken) < 10
 
 
+def test_a_whole_number_as_default_does_not_round_the_options_of_requests():
+    """And None as a default is no option at all."""
+    model = tiny_llama().model
+
+    def run(sampling, **defaults):
+        request = Request([5, 6, 7], jax.random.key(7), 6, sampling=sampling)
+        return answers([request], model.init_paged_cache(1, 32), chunk_size=6, top_k=None, **defaults)[0][0].tolist()
+
+    assert run({"temperature": 0.75}, temperature=1) == run({}, temperature=0.75) != run({}, temperature=0)
+
+
 def test_what_ends_a_request_first_wins():
     """A user's end token, length cap and stop string in one step, and each of them a step before the others."""
     key, prompt, letters = jax.random.key(7), [5, 6, 7], [chr(33 + i) for i in range(VOCAB)]
@@ -143,6 +154,9 @@ def test_what_ends_a_request_first_wins():
         ({"stop": ["a"]}, {}, ValueError, "stop of request 0 must go with text_fn"),
         ({"sampling": {"top_q": 1}}, {"temperature": 1.0}, ValueError, "got 'top_q'; pass serve"),
         ({}, {"method": "categorical"}, TypeError, "method must be a number or an array"),
+        ({}, {"vocab_axis": 1}, TypeError, "vocab_axis must be fixed when traced, .*; pass sample_fn"),
+        ({}, {"logit_bias": {1: 2.0}}, TypeError, "logit_bias must be a number or an array, .* got dict"),
+        ({"max_new_tokens": 2.5}, {}, TypeError, "max_new_tokens of request 0 must be whole numbers"),
         ({}, {"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
         ({}, {"cache": "contiguous"}, TypeError, "cache must be a PagedCache, got ContiguousCache"),
     ],

@@ -335,3 +335,13 @@ def test_gradients_of_temperature_and_bias_inside_shard_map():
         in_specs=(P(), tp, P(), tp, P(), tp), out_specs=(P(), tp, P(), tp)))
     for a, b in zip(on_shards(h, w, t, bias, tokens, mask), gradient(h, w, t, bias, tokens, mask), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_a_packed_mask_whose_words_do_not_end_where_shards_do():
+    """Shards of 16 tokens, words of 32: on a mesh the bits are unpacked before they are cut."""
+    h, w = heads.exact_head(128, 32, 6)
+    words = jax.random.bits(jax.random.key(5), (6, 4), jnp.uint32)
+    draw = sharding.on_mesh(gumbeljax.sample, mesh=meshes.mesh_of((8,), ("tp",)), axis_name="tp")
+    for mask in (words, words[0]):
+        want = gumbeljax.sample(h, w, jax.random.key(1), mask=mask)
+        np.testing.assert_array_equal(draw(h, w, jax.random.key(1), mask=mask), want)

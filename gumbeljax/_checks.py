@@ -178,12 +178,12 @@ def per_token(x, name: str, batch_shape: tuple[int, ...], width: int, vocab: int
         return None
     if isinstance(x, Mapping) and dtype == jnp.float32:
         x = dense_bias(x, name, width, vocab)
-    is_wide = getattr(x, "dtype", None) in (np.int64, np.uint64)  # jax would cut bits off, or not, with its x64 flag
-    x = x if is_wide and dtype == jnp.bool_ else as_array(x, name)
-    if dtype == jnp.bool_ and x.dtype in (jnp.uint32, jnp.int32):
+    given, x = getattr(x, "dtype", None), as_array(x, name)
+    kind = given if given in (np.int64, np.uint64) else x.dtype  # of 64 bits jax cuts half off, unless its x64 flag is set
+    if dtype == jnp.bool_ and kind in (jnp.uint32, jnp.int32):
         return unpacked_bits(x, name, batch_shape, width)[..., :vocab]
-    if dtype == jnp.bool_ and x.dtype != jnp.bool_:
-        raise TypeError(f"{name} must be boolean, True for allowed tokens, or packed bits in uint32; got dtype {x.dtype}: "
+    if dtype == jnp.bool_ and kind != jnp.bool_:
+        raise TypeError(f"{name} must be boolean, True for allowed tokens, or packed bits in uint32; got dtype {kind}: "
                         f"write {name} != 0.")
     if dtype == jnp.float32:
         x = float_array(x, name).astype(jnp.float32)

@@ -16,7 +16,7 @@ NO_OPTIONS: Mapping[str, Any] = {}
 class Request(NamedTuple):
     """One prompt to continue."""
 
-    prompt: Sequence[int]  # token ids, at least one
+    prompt: Sequence[int] | np.ndarray  # token ids, at least one
     key: Key  # the request key: the token at position p is drawn with fold_in(key, p)
     max_new_tokens: int
     min_new_tokens: int = 0

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gumbeljax import _checks
 from gumbeljax.kv_cache import pages as tables
 from gumbeljax.kv_cache.contiguous import zeros
 from gumbeljax.kv_cache.pages import Pages
@@ -65,15 +66,29 @@ def init_paged(
     >>> cache.pages.lengths.tolist(), int(cache.pages.num_free)
     ([9, 0, 16], 1)
     """
-    for name, value in (("batch", batch), ("max_length", max_length), ("page_size", page_size)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}; raise it.")
+    for name, value in (
+        ("num_layers", num_layers), ("batch", batch), ("max_length", max_length), ("num_kv_heads", num_kv_heads),
+        ("head_dim", head_dim), ("page_size", page_size),
+    ):  # fmt: skip
+        _checks.count(value, name, "raise it")
     max_blocks = -(-max_length // page_size)
-    num_pages = batch * max_blocks if num_pages is None else num_pages
-    if num_pages < 1:
-        raise ValueError(f"num_pages must be at least 1, got {num_pages}; leave it out for pages for every row.")
+    if num_pages is None:
+        num_pages = batch * max_blocks
+    _checks.count(num_pages, "num_pages", "leave it out for pages for every row")
     keys, values = zeros((num_pages, page_size, num_kv_heads, head_dim), num_layers, dtype)
     return PagedCache(keys, values, tables.init(batch, max_blocks, num_pages))
+
+
+def _of_rows(cache: PagedCache, x, name: str, kind=jnp.integer) -> jax.Array:
+    """Checked ``[batch]``, one number for each row; one alone is that of all."""
+    x, batch = _checks.as_array(x, name), cache.pages.lengths.shape[0]
+    if not jnp.issubdtype(x.dtype, kind):
+        wanted = "boolean" if kind is jnp.bool_ else "integers"
+        raise TypeError(f"{name} must be {wanted}; got dtype {x.dtype}: cast it.")
+    if x.shape not in ((), (batch,)):
+        raise ValueError(f"{name} must have one number for each of the {batch} rows; got shape {list(x.shape)}: select_rows "
+                         "gives a part of them.")  # fmt: skip
+    return jnp.broadcast_to(x, (batch,))
 
 
 def append(cache: PagedCache, counts: jax.Array) -> PagedCache:
@@ -82,7 +97,7 @@ def append(cache: PagedCache, counts: jax.Array) -> PagedCache:
     A row that does not fit (no free page, or longer than ``max_length``) keeps its length and is flagged in
     ``cache.pages.has_overflowed``; a flagged row grows no more until it is released. Nothing is overwritten.
     """
-    pages, copies = tables.append(cache.pages, jnp.asarray(counts), cache.page_size)
+    pages, copies = tables.append(cache.pages, _of_rows(cache, counts, "counts"), cache.page_size)
 
     def copied(slots):
         return slots.at[copies.targets].set(slots[copies.sources], mode="drop")
@@ -92,7 +107,7 @@ def append(cache: PagedCache, counts: jax.Array) -> PagedCache:
 
 def truncate(cache: PagedCache, lengths: jax.Array) -> PagedCache:
     """Cut each row to at most ``lengths int32[batch]`` tokens; pages that nobody uses any more are free again."""
-    return cache._replace(pages=tables.truncate(cache.pages, jnp.asarray(lengths), cache.page_size))
+    return cache._replace(pages=tables.truncate(cache.pages, _of_rows(cache, lengths, "lengths"), cache.page_size))
 
 
 def fork(cache: PagedCache, ancestors: jax.Array) -> PagedCache:
@@ -101,12 +116,12 @@ def fork(cache: PagedCache, ancestors: jax.Array) -> PagedCache:
     Copies rows of the block table, no keys and values: the next ``append`` copies the last page of a row if it is partly
     filled and still shared.
     """
-    return cache._replace(pages=tables.fork(cache.pages, jnp.asarray(ancestors)))
+    return cache._replace(pages=tables.fork(cache.pages, _of_rows(cache, ancestors, "ancestors")))
 
 
 def release(cache: PagedCache, is_released: jax.Array) -> PagedCache:
     """Empty the rows where ``is_released bool[batch]`` and take their overflow flag away; releasing twice does nothing."""
-    return cache._replace(pages=tables.release(cache.pages, jnp.asarray(is_released)))
+    return cache._replace(pages=tables.release(cache.pages, _of_rows(cache, is_released, "is_released", jnp.bool_)))
 
 
 def select_rows(cache: PagedCache, rows: jax.Array) -> PagedCache:

@@ -146,11 +146,26 @@ def test_growing_needs_no_retrace_and_works_in_64_bit_mode():
             assert jax.tree.map(lambda x: (x.shape, x.dtype), out) == jax.tree.map(lambda x: (x.shape, x.dtype), cache)
 
 
-@pytest.mark.parametrize("name", ["batch", "max_length", "page_size", "num_pages"])
+@pytest.mark.parametrize("name", ["num_layers", "batch", "max_length", "num_kv_heads", "head_dim", "page_size", "num_pages"])
 def test_sizes_are_checked(name):
-    sizes = {"batch": 2, "max_length": 8, "page_size": 4, "num_pages": 3} | {name: 0}
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0; .*\\.$"):
-        kv_cache.init_paged(1, num_kv_heads=1, head_dim=4, **sizes)
+    sizes = {"num_layers": 1, "batch": 2, "max_length": 8, "num_kv_heads": 1, "head_dim": 4, "page_size": 4, "num_pages": 3}
+    with pytest.raises(ValueError, match=f"{name} must be at least 1; got 0: .*\\.$"):
+        kv_cache.init_paged(**sizes | {name: 0})
+    with pytest.raises(TypeError, match=f"{name} must be a Python int"):
+        kv_cache.init_paged(**sizes | {name: 2.0})
+
+
+@pytest.mark.parametrize("change, name, good", [
+    (kv_cache.append, "counts", [1, 2, 3]), (kv_cache.truncate, "lengths", [1, 2, 3]), (kv_cache.fork, "ancestors", [0, 0, -1]),
+    (kv_cache.release, "is_released", [True, False, True])])
+def test_there_is_one_number_for_each_row(change, name, good):
+    cache, good = kv_cache.append(new_cache(9, 4), jnp.array([3, 1, 2])), jnp.array(good)
+    with pytest.raises(ValueError, match=rf"^{name} must have one number for each of the 3 rows; got shape \[2\]: .*\.$"):
+        change(cache, good[:2])
+    with pytest.raises(TypeError, match=rf"^{name} must be (integers|boolean); got dtype float32: .*\.$"):
+        change(cache, good.astype(jnp.float32))
+    one, same = change(cache, good[0]).pages, change(cache, jnp.broadcast_to(good[0], (3,))).pages
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), one, same))
 
 
 def test_overflow_is_one_clear_sentence():

@@ -13,6 +13,7 @@ from gumbeljax.kv_cache import ContiguousCache, locate
 from gumbeljax.models import LlamaConfig, as_decode_fn
 from gumbeljax.models.config import rope_frequencies
 from gumbeljax.models.llama import Block
+from gumbeljax.models.rotary import Rope
 from gumbeljax.nnx import Sampler
 
 VOCAB, D_MODEL, BATCH = 67, 16, 32
@@ -107,7 +108,7 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens, positions, cache):
         angles = positions[..., None] * jnp.array(rope_frequencies(CONFIG))
-        shared = (jnp.cos(angles), jnp.sin(angles)), locate(cache, positions)
+        shared = Rope(jnp.cos(angles), jnp.sin(angles)), locate(cache, positions)
         x = self.embed(tokens)
         if self.form == "scan":
 

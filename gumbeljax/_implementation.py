@@ -91,10 +91,9 @@ def choose(h, w, implementation: str | None, device: DeviceFacts, **call) -> str
             raise NotImplementedError(f"implementation={implementation!r} cannot run this call: {reason}; "
                                       "leave implementation out, or name another.")
         return implementation
-    if device.platform != "gpu" or device.compute_capability == (0, 0):
+    # Filters: Triton's kernels run where they are named, since they have not been timed yet.
+    if call.get("filters") or device.platform != "gpu" or device.compute_capability == (0, 0):
         return "xla"
-    if call.get("filters"):
-        return "xla"  # Triton's kernels run where they are named: they have not been timed yet
     if cannot("mosaic") is None:
         return "mosaic"
     if reason := cannot("triton"):

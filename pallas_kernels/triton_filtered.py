@@ -10,7 +10,8 @@ sorted.
     race        a program per piece: the race of the groups that keep a token
     finish      a program per row: the token
 
-What is kept is decided by the rules and integers of `kept`; guesses cost time only.
+What is kept is decided by the rules of `kept`; guesses cost time only. Two masses of top_p are float32 sums and not its
+integers, that of the whole row and that above the gap: its set is the one of `kept` to 1e-6 of p.
 """
 
 import functools

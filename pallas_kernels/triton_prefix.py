@@ -1,7 +1,8 @@
 """The kept prefix of one row inside a kernel: the search of `kept`, over tokens that a program holds or streams.
 
 Numbers of the row are scalars here. Tokens come in blocks `[groups, 16]`; the first stays in registers, so that a search over
-few tokens touches no memory. The rules and the integers are those of `kept`.
+few tokens touches no memory. The rules and the integers are those of `kept`, but for the mass of a whole row, which is a
+float32 sum here: what top_p keeps is that of `kept` to 1e-6 of p.
 """
 
 from collections.abc import Callable
@@ -13,11 +14,10 @@ from jax import lax
 
 from pallas_kernels import kept, noise, race
 from pallas_kernels.kept import LOWEST, Kept, Mass
-from pallas_kernels.logits import inverse_temperature
+from pallas_kernels.logits import LOG2_E, inverse_temperature
 
 MOST = 2**31 - 1
 LEAST_FINITE = -3.4028235e38
-LOG2_E = 1.4426950408889634
 
 
 class Row(NamedTuple):
@@ -86,6 +86,7 @@ def add_up(tokens: Tokens, measure, start: Mass) -> Mass:
 
 
 def nothing() -> Mass:
+    """The mass of no token."""
     return Mass(jnp.int32(0), jnp.int32(0))
 
 
@@ -95,10 +96,12 @@ def no_end(vocab: int) -> Kept:
 
 
 def chosen(mass: Mass, where) -> Mass:
+    """The masses of the tokens where the condition holds, 0 elsewhere."""
     return Mass(*(jnp.where(where, m, 0) for m in mass))
 
 
 def has_mass(mass: Mass):
+    """Where it is not 0."""
     return (mass.whole | mass.fine) != 0
 
 
@@ -108,6 +111,7 @@ def either(condition, a, b):
 
 
 def least_of(a: Mass, b: Mass) -> Mass:
+    """The smaller of two scalar masses."""
     return either(kept.at_least(a, b), b, a)
 
 

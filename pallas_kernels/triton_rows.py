@@ -139,6 +139,7 @@ def piece_of(shape: Shape):
 
 
 def row_of(shape: Shape, refs: Inputs, row, top: Any = None, total: Any = None) -> Row:
+    """Loads what is given of a row; `top` and `total` are of its logits, once they are known."""
     number = lambda ref: shape.plt.load(ref.at[row])  # noqa: E731
     filters = dict(zip(shape.filters, map(number, refs.filters), strict=True))
     return Row(tuple(map(number, refs.keys)), number(refs.t), top, total, *map(filters.get, Filters._fields))

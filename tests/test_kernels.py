@@ -152,6 +152,14 @@ def test_mosaic_tiles_that_would_lose_logits_are_refused(tiles, rule):
         mosaic.draw(h, w, words, t, plt=plt, mgpu=mgpu, vocab=512, tiles=MosaicTiles(**tiles))
 
 
+@needs_mosaic
+def test_mosaic_copies_a_transposed_table_in_boxes_of_64_ids():
+    h, w = jnp.zeros((4, 64), jnp.bfloat16), jnp.zeros((64, 512), jnp.bfloat16)
+    words, t = (jnp.zeros(4, jnp.uint32),) * 2, jnp.ones(4)
+    with pytest.raises(ValueError, match=r"^tiles\.vocab must be a multiple of 64 for w \[d_model, vocab\]; got 48"):
+        mosaic.draw(h, w, words, t, plt=plt, mgpu=mgpu, vocab=512, vocab_axis=1, tiles=MosaicTiles(vocab=48))
+
+
 def lower(f, device, *arguments):
     """Lowers for CUDA on a machine without one."""
     name, cores = device

@@ -1,5 +1,6 @@
 """Tables of measured choices: they decide what runs, never which token is drawn."""
 
+import itertools
 import json
 import warnings
 
@@ -229,8 +230,9 @@ def test_candidates_start_from_the_rules():
     rule = triton.default_tiles(16, 4096, jnp.bfloat16, jnp.bfloat16)
     near = list(dict.fromkeys(autotuning.near_triton(rule, jnp.bfloat16, jnp.bfloat16)))
     assert near[0] == rule and 10 < len(near) < 40
-    for rows in (33, 128, 256):
-        rule = mosaic.choose_tiles(rows, 151_936)
+    for rows, axis, shards in itertools.product((33, 128, 256), (0, 1), (1, 8)):
+        rule = mosaic.choose_tiles(rows, 151_936 // shards, axis)
+        assert axis == 0 or rule.vocab % 64 == 0
         near = list(dict.fromkeys(autotuning.near_mosaic(rule, 4096)))
         assert near[0] == rule and 5 < len(near) < 40
 

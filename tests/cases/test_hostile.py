@@ -89,14 +89,19 @@ def test_coupled_acceptance_without_a_law():
 
 
 def test_promotions_that_users_forbid():
+    def results():
+        chosen = [(make(bandit.Arms([1, 2])), 0) for make in BANDITS]
+        return [gumbeljax.sample(H.astype(jnp.bfloat16), W, KEY, temperature=jnp.ones(2)),
+                gumbeljax.gumbel_softmax(H.astype(jnp.bfloat16), KEY, axis=0),
+                groups.merge(groups.summarize(H, KEY), groups.summarize(H, KEY, first_id=16)),
+                groups.merge_log_mass(groups.Candidate(jnp.zeros((3, 2), int), jnp.zeros((3, 2))), KEY),
+                *(new.select(new.update(new.init(), arm, 1, 1), KEY) for new, arm in chosen)]
+
+    plain = results()
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        gumbeljax.sample(H.astype(jnp.bfloat16), W, KEY, temperature=jnp.ones(2))
-        gumbeljax.gumbel_softmax(H.astype(jnp.bfloat16), KEY, axis=0)
-        groups.merge(groups.summarize(H, KEY), groups.summarize(H, KEY, first_id=16))
-        groups.merge_log_mass(groups.Candidate(jnp.zeros((3, 2), int), jnp.zeros((3, 2))), KEY)
-        for make in BANDITS:
-            new = make(bandit.Arms([1, 2]))
-            new.select(new.update(new.init(), 0, 1, 1), KEY)
+        strict = results()
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(strict), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_lists_that_went_into_jit():

@@ -89,7 +89,8 @@ def parse() -> argparse.Namespace:
 def on_gpu(arguments: argparse.Namespace) -> None:
     results = []
     for head in (head for head in HEADS if head.name in arguments.heads):
-        w = random_head(head)
+        with harness.alone():
+            w = jax.block_until_ready(random_head(head))
         for rows in arguments.rows:
             for names in arguments.filters:
                 results += gpu_filters.measure(head, rows, w, names, arguments.logits, with_processors=arguments.processors,

@@ -126,14 +126,16 @@ def compile_cells(head: Head, all_rows: list[int], w: jax.Array, names: list[str
     with ThreadPoolExecutor() as pool:
         waiting = {}
         for rows in all_rows:
-            x = inputs(head, rows, w)
+            with harness.alone():
+                x = jax.block_until_ready(inputs(head, rows, w))
             iterations = timing.calls_per_loop(w.nbytes, 2 * rows * w.size)
             draw = pool.submit(jax.jit(gumbeljax.sample).lower(*x[:3]).compile)
             loops = {name: pool.submit(compiled_loop, CONTENDERS[name], x, iterations) for name in names if name in ours}
             waiting[rows] = x, iterations, draw, loops
         cells = {}
         for rows, (x, iterations, draw, loops) in track(waiting.items(), description=f"{head.name}: compiling"):
-            plain = jax.jit(partial(gumbeljax.sample, implementation="xla")).lower(*x[:3]).compile()
+            with harness.alone():
+                plain = jax.jit(partial(gumbeljax.sample, implementation="xla")).lower(*x[:3]).compile()
             made = {name: compiled_loop(CONTENDERS[name], x, iterations) for name in names if name not in ours}
             made |= {name: loop.result() for name, loop in loops.items()}
             cells[rows] = Cell(x, iterations, draw.result(), plain, {name: made[name] for name in names})
@@ -193,11 +195,13 @@ def main() -> None:
     names = [name for name in CONTENDERS if name in {*arguments.contenders, *ALWAYS}]
     results, read_rate = [], 0.0
     for head in (head for head in HEADS if head.name in arguments.heads):
-        w, exact_w = random_head(head), exact_head(head)
-        read_rate = max(read_rate, best_read_rate(w, rounds=arguments.rounds))
+        with harness.alone():
+            w, exact_w = jax.block_until_ready((random_head(head), exact_head(head)))
+            read_rate = max(read_rate, best_read_rate(w, rounds=arguments.rounds))
         cells = compile_cells(head, arguments.rows, w, names)
         for rows, cell in track(cells.items(), description=f"{head.name}: timing"):
-            results.append(measure(head, rows, cell, exact_w, rounds=arguments.rounds))
+            with harness.alone():
+                results.append(measure(head, rows, cell, exact_w, rounds=arguments.rounds))
             # After every cell: a long run may be cut short.
             harness.save(arguments.name, with_floors(results, read_rate), claim=__doc__.splitlines()[0], base=LOW)
         del w, exact_w, cells, cell

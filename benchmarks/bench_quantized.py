@@ -5,6 +5,8 @@ timed, the tokens of every head are compared with those of implementation="xla" 
 """
 
 import argparse
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -17,9 +19,8 @@ from rich.progress import track
 from rich.table import Table
 
 import gumbeljax
-from benchmarks import harness
-from benchmarks.bench_gpu import GPU_HEADS, GPU_ROWS
-from benchmarks.shapes import HEADS, Head
+from benchmarks import harness, timing
+from benchmarks.shapes import GPU_HEADS, GPU_ROWS, HEADS, Head
 
 BASE, DTYPES = "bfloat16", {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 TARGET = 1.75
@@ -34,15 +35,15 @@ def exact_table(key: jax.Array, head: Head, dtype) -> gumbeljax.QuantizedHead:
     return gumbeljax.QuantizedHead(q.astype(dtype), jnp.exp2(exponent.astype(jnp.float32)))
 
 
-def check_tokens(head: Head, rows: int, dtype, batches: int = 4) -> int:
-    """Raises unless `sample` draws the tokens of implementation="xla" on exact inputs; returns how many were compared."""
+def check_tokens(head: Head, rows: int, dtype, draw, plain, batches: int = 4) -> int:
+    """Raises unless `draw` says what `plain`, implementation="xla", does on exact inputs; returns how many were compared."""
     h_key, w_key, key = jax.random.split(jax.random.key(0), 3)
     w = exact_table(w_key, head, dtype)
     for i in range(batches):
         h = jax.random.randint(jax.random.fold_in(h_key, i), (rows, head.d_model), -1, 2).astype(jnp.bfloat16)
         keys = jax.random.split(jax.random.fold_in(key, i), rows)
-        tokens = gumbeljax.sample(h, w, keys)
-        if not (tokens >= 0).all() or not np.array_equal(tokens, gumbeljax.sample(h, w, keys, implementation="xla")):
+        tokens = draw(h, w, keys)
+        if not (tokens >= 0).all() or not np.array_equal(tokens, plain(h, w, keys)):
             raise SystemExit(f'{head.name}, {rows} rows, {jnp.dtype(dtype).name}: tokens differ from implementation="xla": '
                              "nothing was timed")
     return batches * rows
@@ -53,27 +54,46 @@ def normal_table(key: jax.Array, head: Head) -> jax.Array:
     return (jax.random.normal(key, (head.vocab, head.d_model), jnp.bfloat16) * (2 / head.d_model**0.5)).astype(jnp.bfloat16)
 
 
-def measure(head: Head, rows: int, names: list[str], *, iterations: int, rounds: int) -> dict[str, Any]:
-    """One row of the table."""
-    compared = {name: check_tokens(head, rows, DTYPES[name]) for name in names}
-    h = jax.random.normal(jax.random.key(1), (rows, head.d_model), jnp.bfloat16)
-    keys = jax.random.split(jax.random.key(2), rows)
-    whole = normal_table(jax.random.key(3), head)
-    tables = {BASE: whole, **{name: gumbeljax.quantize_head(whole, DTYPES[name]) for name in names}}
+def inputs(head: Head, rows: int) -> tuple[jax.Array, jax.Array]:
+    """(h, keys)"""
+    return (jax.random.normal(jax.random.key(1), (rows, head.d_model), jnp.bfloat16),
+            jax.random.split(jax.random.key(2), rows))
 
-    def step(carry):
-        h, w, keys = carry
-        return harness.depend(h, gumbeljax.sample(h, w, keys)), w, keys
 
-    samples = {name: harness.time_inside_jit(step, (h, w, keys), iterations=iterations, rounds=rounds)
-               for name, w in tables.items()}
-    return {
-        "head": head._asdict(), "rows": rows, "tokens_compared": compared,
-        "implementation": {name: gumbeljax.choose_implementation(h, w) for name, w in tables.items()},
-        "bytes_of_w": {name: sum(x.nbytes for x in jax.tree.leaves(w)) for name, w in tables.items()},
-        "seconds": {name: harness.summarize(s)._asdict() for name, s in samples.items()},
-        "speedup": {name: harness.ratio(samples[BASE], samples[name])._asdict() for name in names},
-    }
+def step(tokens, h, w, keys):
+    """One iteration of a loop: hidden states that wait for the tokens before."""
+    return gumbeljax.sample(harness.depend(h, tokens), w, keys)
+
+
+def of_head(head: Head, all_rows: list[int], names: list[str], *, rounds: int) -> Iterator[dict[str, Any]]:
+    """Rows of the table, one for each number of rows: all loops are compiled first, in threads."""
+    with harness.alone():
+        whole = normal_table(jax.random.key(3), head)
+        tables = {BASE: whole, **{name: gumbeljax.quantize_head(whole, DTYPES[name]) for name in names}}
+        cells = jax.block_until_ready({rows: inputs(head, rows) for rows in all_rows})
+    iterations = {rows: timing.calls_per_loop(whole.nbytes, 2 * rows * whole.size) for rows in all_rows}
+    with ThreadPoolExecutor(8) as pool:
+        jobs = {(rows, name): pool.submit(harness.compiled_loop, step, jnp.zeros(rows, jnp.int32), h, w, keys,
+                                          iterations=iterations[rows])
+                for rows, (h, keys) in cells.items() for name, w in tables.items()}
+        drawers = {(rows, name, implementation): pool.submit(
+            jax.jit(partial(gumbeljax.sample, implementation=implementation)).lower(h, tables[name], keys).compile)
+            for rows, (h, keys) in cells.items() for name in names for implementation in (None, "xla")}
+        loops, drawers = ({cell: job.result() for cell, job in made.items()} for made in (jobs, drawers))
+    for rows, (h, keys) in cells.items():
+        with harness.alone():
+            compared = {name: check_tokens(head, rows, DTYPES[name], drawers[rows, name, None], drawers[rows, name, "xla"])
+                        for name in names}
+            timed = {name: harness.timed(loops[rows, name], jnp.zeros(rows, jnp.int32), h, w, keys, iterations=iterations[rows])
+                     for name, w in tables.items()}
+            samples = timing.take_turns(timed, rounds=rounds)
+        yield {
+            "head": head._asdict(), "rows": rows, "tokens_compared": compared, "iterations": iterations[rows],
+            "implementation": {name: gumbeljax.choose_implementation(h, w) for name, w in tables.items()},
+            "bytes_of_w": {name: sum(x.nbytes for x in jax.tree.leaves(w)) for name, w in tables.items()},
+            "seconds": {name: timing.summarize(s)._asdict() for name, s in samples.items()},
+            "speedup": {name: timing.ratio(samples[BASE], samples[name])._asdict() for name in names},
+        }
 
 
 def table(results: list[dict[str, Any]]) -> Table:
@@ -97,17 +117,17 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", choices=[head.name for head in HEADS], default=[head.name for head in GPU_HEADS])
     parser.add_argument("--rows", type=int, nargs="+", default=list(GPU_ROWS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--iterations", type=int, default=50, help="calls inside one jitted loop (default 50)")
     parser.add_argument("--rounds", type=int, default=30, help="loops timed for each median (default 30)")
     parser.add_argument("--name", default="quantized", help="results/<name>.json is written (default quantized)")
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         parser.error("this benchmark is about GPUs, and jax sees none")
-    cells = [(head, rows) for head in HEADS if head.name in arguments.heads for rows in arguments.rows]
     results = []
-    for head, rows in track(cells, description="timing"):
-        results.append(measure(head, rows, arguments.dtypes, iterations=arguments.iterations, rounds=arguments.rounds))
-        harness.save(arguments.name, results, claim=__doc__.splitlines()[0], base=BASE)  # a long run may be cut short
+    for head in (head for head in HEADS if head.name in arguments.heads):
+        for row in track(of_head(head, arguments.rows, arguments.dtypes, rounds=arguments.rounds), total=len(arguments.rows),
+                         description=head.name):
+            results.append(row)
+            harness.save(arguments.name, results, claim=__doc__.splitlines()[0], base=BASE)  # a long run may be cut short
     Console(width=120).print(table(results))
 
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -79,21 +80,25 @@ def measure(head: Head, shards: int, programs: dict[str, Program], x: Inputs, re
 
 def of_head(head: Head, rows: list[int], sizes: list[int], *, rounds: int, iterations: int | None = None):
     """Rows of the table, one for each number of shards and of rows: all programs are compiled first, in threads."""
-    w, exact_w = random_head(head), exact_head(head)
-    read_rate = best_read_rate(w, rounds=rounds)
-    cells = {}
-    for n in sizes:
-        first, exact_first = (jnp.array(whole[:head.vocab // n]) for whole in (w, exact_w))
-        for r in rows:
-            x = inputs(head, r, first)
-            cells[n, r] = Inputs(x.h, first, x.keys), Inputs(exact_states(head, r), exact_first, x.keys)
+    with harness.alone():
+        w, exact_w = random_head(head), exact_head(head)
+        read_rate = best_read_rate(w, rounds=rounds)
+        cells = {}
+        for n in sizes:
+            first, exact_first = (jnp.array(whole[:head.vocab // n]) for whole in (w, exact_w))
+            for r in rows:
+                x = inputs(head, r, first)
+                cells[n, r] = jax.block_until_ready((Inputs(x.h, first, x.keys),
+                                                     Inputs(exact_states(head, r), exact_first, x.keys)))
     with ThreadPoolExecutor(8) as pool:
         compiled = {cell: {name: pool.submit(compile_loop, name, f, x, iterations) for name, f in contenders(cell[0]).items()}
                     for cell, (x, _) in cells.items()}
         compiled = {cell: {name: program.result() for name, program in here.items()} for cell, here in compiled.items()}
     for (n, r), (x, exact) in cells.items():
-        check(compiled[n, r][SHARD], exact, f"{head.name} / {n}, {r} rows")
-        yield measure(head, n, compiled[n, r], x, read_rate, rounds=rounds)
+        with harness.alone():
+            check(compiled[n, r][SHARD], exact, f"{head.name} / {n}, {r} rows")
+            row = measure(head, n, compiled[n, r], x, read_rate, rounds=rounds)
+        yield row
 
 
 def table(results: list[dict[str, Any]]) -> Table:

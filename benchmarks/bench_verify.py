@@ -108,8 +108,8 @@ def observe(x: Inputs):
     return jnp.all(is_valid), out.num_accepted, jnp.mean(overlap[0]), jnp.mean(overlap)
 
 
-def check(x: Inputs) -> dict[str, float]:
-    """Raises unless the tokens are valid and accepted as often as they should be; what was seen."""
+def check(x: Inputs, observe=observe) -> dict[str, float]:
+    """Raises unless the tokens are valid and accepted as often as they should be; what was seen. `observe` may be compiled."""
     is_valid, accepted, first, everywhere = map(np.asarray, observe(x))
     seen, draft_len = float((accepted > 0).mean()), x.drafted.shape[-1]
     if not is_valid or abs(seen - first) > 5 * (first * (1 - first) / accepted.size) ** 0.5 + 1e-3:
@@ -140,10 +140,10 @@ def compile_all(x: Inputs, seen: list[dict[str, float]]) -> Programs:
     with ThreadPoolExecutor(8) as pool:
         loops = {name: pool.submit(harness.compiled_loop, partial(step, f=f), carry, x, iterations=iterations)
                  for name, f in functions.items()}
-        alone = {name: pool.submit(lambda f: jax.jit(f).lower(x, x.drafted[0], x.keys[0]).compile(), functions[name])
-                 for name in (VERIFY, IDIOM)}
+        single = {name: pool.submit(lambda f: jax.jit(f).lower(x, x.drafted[0], x.keys[0]).compile(), functions[name])
+                  for name in (VERIFY, IDIOM)}
         return Programs({name: loop.result() for name, loop in loops.items()},
-                        {name: harness.temp_bytes(program.result()) for name, program in alone.items()}, iterations)
+                        {name: harness.temp_bytes(program.result()) for name, program in single.items()}, iterations)
 
 
 def rejected_rows(seen: dict[str, float]) -> int:
@@ -195,19 +195,25 @@ def main() -> None:
     arguments = parser.parse_args()
     if not 0 < arguments.draft_d_model < arguments.d_model:
         parser.error("--draft-d-model must be less than --d-model")
-    w = random_head(Head("target", arguments.vocab, arguments.d_model))
-    draft_w = jnp.array(w[:, :arguments.draft_d_model])
+    with harness.alone():
+        w = random_head(Head("target", arguments.vocab, arguments.d_model))
+        draft_w = jax.block_until_ready(jnp.array(w[:, :arguments.draft_d_model]))
     results, start = [], time.perf_counter()
     for rows in arguments.rows:
         for draft_len in arguments.draft_lens:
-            xs = [inputs(w, draft_w, noise_for(a), rows=rows, draft_len=draft_len) for a in arguments.acceptances]
-            seen = [check(x) for x in xs]
+            make = inputs.lower(w, draft_w, noise_for(0.5), rows=rows, draft_len=draft_len).compile()
+            with harness.alone():
+                xs = jax.block_until_ready([make(w, draft_w, noise_for(a)) for a in arguments.acceptances])
+            observer = observe.lower(xs[0]).compile()
+            with harness.alone():
+                seen = [check(x, observer) for x in xs]
             programs = compile_all(xs[0], seen)
             for x, here, wanted in zip(xs, seen, arguments.acceptances, strict=True):
+                with harness.alone():
+                    row = measure(x, programs, here, rounds=arguments.rounds)
                 results.append({
                     "head": Head("target", *w.shape)._asdict(), "draft_head": Head("draft", *draft_w.shape)._asdict(),
-                    "rows": rows, "draft_len": draft_len, "wanted": wanted,
-                    **measure(x, programs, here, rounds=arguments.rounds)})
+                    "rows": rows, "draft_len": draft_len, "wanted": wanted, **row})
                 # After every cell: a long run may be cut short.
                 harness.save(arguments.name, results, claim=__doc__.splitlines()[0], base=IDIOM)
                 print(f"{rows} x {draft_len} at {wanted}: {time.perf_counter() - start:.0f} s so far", flush=True)

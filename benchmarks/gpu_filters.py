@@ -111,50 +111,55 @@ def kinds_of(x: Inputs, names: tuple[str, ...], chosen: list[str], vocab: int) -
             yield kind, x._replace(values=x.values | {"top_k": jnp.full_like(x.values["top_k"], vocab - 1)})
 
 
-def check(head: Head, x: Inputs) -> None:
-    """Raises unless the tokens are those of implementation="xla" on logits that are exact."""
-    exact = x._replace(h=bench_gpu.exact_states(head, len(x.h)), w=bench_gpu.exact_head(head))
-    got, want = (np.asarray(jax.jit(partial(ours, implementation=name))(exact)) for name in ("triton", "xla"))
-    if not np.array_equal(got, want):
-        raise SystemExit(f"{head.name}, {len(x.h)} rows, {list(x.values)}: tokens differ from implementation=\"xla\" in "
-                         f"{np.sum(got != want)} rows: nothing was timed")
+def exact_inputs(head: Head, x: Inputs) -> Inputs:
+    """`x` with states and a head whose logits are exact."""
+    return x._replace(h=bench_gpu.exact_states(head, len(x.h)), w=bench_gpu.exact_head(head))
+
+
+def step(results, x: Inputs, f):
+    """One iteration of a loop: hidden states that wait for the results before."""
+    return f(x._replace(h=harness.depend(x.h, results)))
 
 
 def measure(head: Head, rows: int, w: jax.Array, names: str, kinds: list[str], *, with_processors: bool, idioms: bool,
             rounds: int) -> list[dict[str, Any]]:
     """The rows of the table for one head, number of rows and set of filters."""
-    plain = bench_gpu.inputs(head, rows, w)
-    values = {name: jnp.full(rows, VALUES[name], jnp.int32 if name == "top_k" else jnp.float32) for name in FILTERS[names]}
-    bias = mask = None
-    if with_processors:
-        bias = jax.random.normal(jax.random.key(7), (head.vocab,))
-        mask = jax.random.bernoulli(jax.random.key(8), 0.9, (rows, head.vocab))
-    x = Inputs(plain.h, w, plain.keys, jnp.ones(rows), values, bias, mask)
-    check(head, x)
+    with harness.alone():
+        plain = bench_gpu.inputs(head, rows, w)
+        values = {name: jnp.full(rows, VALUES[name], jnp.int32 if name == "top_k" else jnp.float32) for name in FILTERS[names]}
+        bias = mask = None
+        if with_processors:
+            bias = jax.random.normal(jax.random.key(7), (head.vocab,))
+            mask = jax.random.bernoulli(jax.random.key(8), 0.9, (rows, head.vocab))
+        x = jax.block_until_ready(Inputs(plain.h, w, plain.keys, jnp.ones(rows), values, bias, mask))
     contenders: dict[str, Callable[[Inputs], jax.Array]] = {
         SAMPLE: partial(ours, filtered=False), OURS: ours, MATMUL: lambda x: bench_gpu.logits_of(x.h, x.w)[:, 0]}
     if idioms:
         contenders[IDIOM] = IDIOMS[names]
     iterations = max(20, timing.calls_per_loop(w.nbytes, 2 * rows * w.size) // 2)
-
-    def step(h, x: Inputs, f):
-        return harness.depend(h, f(x._replace(h=h)))
-
-    with ThreadPoolExecutor(4) as pool:
-        jobs = {name: pool.submit(harness.compiled_loop, partial(step, f=f), x.h, x, iterations=iterations)
-                for name, f in contenders.items()}
-        compiled = {name: job.result() for name, job in jobs.items()}
+    first = {name: jnp.zeros(rows, jax.eval_shape(f, x).dtype) for name, f in contenders.items()}
+    with ThreadPoolExecutor(8) as pool:
+        drawers = [pool.submit(jax.jit(partial(ours, implementation=name)).lower(x).compile) for name in ("triton", "xla")]
+        loops = {name: pool.submit(harness.compiled_loop, partial(step, f=f), first[name], x, iterations=iterations)
+                 for name, f in contenders.items()}
+        draw, plain_draw = (job.result() for job in drawers)
+        compiled = {name: job.result() for name, job in loops.items()}
     out = []
-    for kind, y in kinds_of(x, FILTERS[names], kinds, head.vocab):
-        loops = {name: harness.timed(loop, y.h, y, iterations=iterations) for name, loop in compiled.items()
-                 if (name, kind) != (IDIOM, "k=V-1")}  # whose 50 is static
-        samples = timing.take_turns(loops, rounds=rounds)
-        out.append({
-            "head": head._asdict(), "rows": rows, "filters": names, "logits": kind, "temperature": float(y.t[0]),
-            "processors": with_processors, "iterations": iterations,
-            "implementation": "triton",
-            "seconds": {name: timing.summarize(s)._asdict() for name, s in samples.items()},
-            "ratio": {name: timing.ratio(s, samples[SAMPLE])._asdict() for name, s in samples.items()}})
+    with harness.alone():
+        exact = exact_inputs(head, x)
+        if (differing := int(np.sum(np.asarray(draw(exact)) != np.asarray(plain_draw(exact))))):
+            raise SystemExit(f'{head.name}, {rows} rows, {names}: tokens differ from implementation="xla" in {differing} rows: '
+                             "nothing was timed")
+        del exact
+        for kind, y in kinds_of(x, FILTERS[names], kinds, head.vocab):
+            timed = {name: harness.timed(loop, first[name], y, iterations=iterations) for name, loop in compiled.items()
+                     if (name, kind) != (IDIOM, "k=V-1")}  # whose 50 is static
+            samples = timing.take_turns(timed, rounds=rounds)
+            out.append({
+                "head": head._asdict(), "rows": rows, "filters": names, "logits": kind, "temperature": float(y.t[0]),
+                "processors": with_processors, "iterations": iterations, "tokens_compared": rows, "implementation": "triton",
+                "seconds": {name: timing.summarize(s)._asdict() for name, s in samples.items()},
+                "ratio": {name: timing.ratio(s, samples[SAMPLE])._asdict() for name, s in samples.items()}})
     return out
 
 

@@ -1,7 +1,11 @@
 """Timing jax on a noisy machine: contenders take turns, and the report is medians and ratios of one run."""
 
+import contextlib
+import fcntl
+import os
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,39 @@ import numpy as np
 
 from benchmarks import records
 from benchmarks.timing import take_turns
+
+
+class _Hold:
+    """How many threads of this process hold the device, and the open file whose lock says so to other processes."""
+
+    mutex = threading.Lock()
+    threads = 0
+    file: Any = None
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Holds the device against other benchmarks, where GUMBELJAX_BENCHMARK_LOCK names a file that they all lock.
+
+    Tracing a kernel takes seconds of one core: benchmarks started together do that side by side and measure one after the
+    other. Threads of one process hold it together.
+    """
+    path = os.environ.get("GUMBELJAX_BENCHMARK_LOCK")
+    if path is None:
+        yield
+        return
+    with _Hold.mutex:
+        if _Hold.threads == 0:
+            _Hold.file = open(path, "a")  # noqa: SIM115
+            fcntl.flock(_Hold.file, fcntl.LOCK_EX)
+        _Hold.threads += 1
+    try:
+        yield
+    finally:
+        with _Hold.mutex:
+            _Hold.threads -= 1
+            if _Hold.threads == 0:
+                _Hold.file.close()
 
 
 def interleave(
@@ -48,12 +85,15 @@ def jitted_loop(step: Callable[..., Any], carry: Any, *constants: Any, iteration
 
 
 def compiled_loop(step: Callable[..., Any], carry: Any, *constants: Any, iterations: int) -> Callable[..., Any]:
-    """The loop of `jitted_loop`, compiled for arguments of these shapes and not run: many can be compiled in threads."""
+    """The loop of `jitted_loop`, compiled for arguments of these shapes and not run: many can be compiled in threads. XLA times
+    candidates for a matrix product while it compiles, so that part is `alone`."""
     @jax.jit
     def loop(carry, *constants):
         return jax.lax.scan(lambda carry, _: (step(carry, *constants), None), carry, length=iterations)[0]
 
-    return loop.lower(carry, *constants).compile()
+    lowered = loop.lower(carry, *constants)
+    with alone():
+        return lowered.compile()
 
 
 def timed(loop: Callable[..., Any], carry: Any, *constants: Any, iterations: int) -> Callable[[], float]:

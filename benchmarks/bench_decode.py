@@ -245,16 +245,18 @@ def main() -> None:
         parser.error("this benchmark is about GPUs, and jax sees none; gumbeljax bench times any device")
     contenders = list(dict.fromkeys([OURS, *arguments.contenders]))
     results: list[dict[str, Any]] = []
-    read_rate = bench_gpu.best_read_rate(bench_gpu.random_head(QWEN3_1_7B), rounds=10)
+    with harness.alone():
+        read_rate = bench_gpu.best_read_rate(bench_gpu.random_head(QWEN3_1_7B), rounds=10)
     for shape in arguments.shapes:
         model = random_model(shape, "bfloat16", 0)
         for layer in model.layers:
             layer.self_attn.implementation = None  # kernels of our own
         for rows in arguments.rows or CELLS[shape]:
             begin = time.perf_counter()
-            results += measure(shape, model, rows, arguments.samplings, contenders, read_rate=read_rate,
-                               chunk_size=arguments.chunk_size, page_size=arguments.page_size, rounds=arguments.rounds,
-                               profiles=not arguments.no_profile)
+            with harness.alone():
+                results += measure(shape, model, rows, arguments.samplings, contenders, read_rate=read_rate,
+                                   chunk_size=arguments.chunk_size, page_size=arguments.page_size, rounds=arguments.rounds,
+                                   profiles=not arguments.no_profile)
             print(f"{shape}, {rows} rows: {time.perf_counter() - begin:.0f} s", flush=True)
             harness.save(arguments.name, results, claim=__doc__.splitlines()[0], read_rate=read_rate)
     console = Console(width=150)

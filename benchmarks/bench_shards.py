@@ -38,7 +38,9 @@ def work(x: Inputs, shards: int):
     words = _keys.row_keys(x.keys, batch_shape)
     piece = _shards.local_piece(operands, (*words, jnp.zeros_like(words[0])), config, None, False)
     said = _shards.said(piece, jnp.int32(0), False)
-    heard = lax.optimization_barrier(tuple(jnp.stack([a] * shards) for a in said))
+    words = jnp.stack([lax.bitcast_convert_type(a, jnp.int32) for a in said])  # as `_mesh.gather` sends them
+    heard = lax.optimization_barrier(jnp.stack([words] * shards, axis=1))
+    heard = (lax.bitcast_convert_type(x, a.dtype) for x, a in zip(heard, said, strict=True))
     return _shards.merge_draws(*heard, t=operands.t).token
 
 

@@ -6,6 +6,7 @@ compiled for.
 
 import dataclasses
 import functools
+import itertools
 import os
 import time
 import warnings
@@ -89,9 +90,9 @@ def near_mosaic(rule: MosaicTiles, d_model: int) -> Iterator[MosaicTiles]:
         for vocab in sorted({rule.vocab, 64, 128}):
             for width in (64, 128):
                 for steps in (mosaic.most_steps(split_rows, vocab, width) - fewer for fewer in (0, 2)):
-                    for pair_rows in {rule.pair_rows and split_rows, False}:
+                    for pair_rows, pair_vocab in itertools.product({rule.pair_rows and split_rows, False}, (False, True)):
                         if d_model % width == 0 and steps >= 2:
-                            yield MosaicTiles(split_rows, vocab, width, steps, pair_rows)
+                            yield MosaicTiles(split_rows, vocab, width, steps, pair_rows, pair_vocab)
 
 
 def timed_loop(draw: Callable, h, w, keys, iterations: int) -> tuple[Callable[[], float], np.ndarray]:

@@ -22,6 +22,7 @@ from pallas_kernels.mosaic_race import Tile, columns, mass_steps, race_steps, ro
 from pallas_kernels.tiles import MosaicTiles
 
 NUM_SMS = 132  # multiprocessors of an H100 or H200; another number is right too, and slower
+FOURS = 32  # clusters of four programs that run at once on one: they must not straddle its parts of 16 or 18 multiprocessors
 
 
 def why_not(h, w, options, vocab_axis: int) -> str | None:
@@ -101,6 +102,12 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         return [jnp.concatenate(part, 1) for part in zip(*parts, strict=True)]
     rows = row_tiles * cta_m
     walkers = min(num_sms // row_tiles, vocab_tiles)  # programs that share the vocabulary of a tile of rows
+    twins = 2 if tiles.pair_vocab and walkers > 1 else 1
+    if pair * twins == 4:
+        walkers = min(walkers, FOURS * 4 // row_tiles)
+    walkers = walkers // twins * twins
+    cluster = {name: size for name, size in (("pair", pair), ("twin", twins)) if size > 1}
+    pairs, pair_of_twins = ("pair" if pair > 1 else None), ("twin" if twins > 1 else None)
     # Only rows that exist are copied, counted in eights: what lies outside an array is slow to fill, and rows of the tile that
     # hold nothing multiply to nothing that is read.
     h = jnp.pad(h, ((0, -num_rows % 8), (0, 0)))
@@ -113,7 +120,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         transforms = mgpu.TilingTransform((8, swizzle // jnp.dtype(h.dtype).itemsize)), mgpu.SwizzleTransform(swizzle)
         return mgpu.SMEM((slots, *shape), h.dtype, transforms=transforms)
 
-    barrier = functools.partial(mgpu.ClusterBarrier, collective_axes=("pair",)) if tiles.pair_rows else mgpu.Barrier
+    barrier = functools.partial(mgpu.ClusterBarrier, collective_axes=tuple(cluster)) if cluster else mgpu.Barrier
     scratch = {"h_smem": buffer((cta_m, k)), "w_smem": buffer((cta_n, k) if vocab_axis == 0 else (k, cta_n)),
                "filled": mgpu.Barrier(num_arrivals=2, num_barriers=slots),
                "emptied": barrier(num_arrivals=2, num_barriers=slots),
@@ -126,9 +133,11 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
 
     def kernel(h_gmem, w_gmem, vectors_gmem, *out_gmem, h_smem, w_smem, filled, emptied, floats, ids, logits=None):
         wg, program = lax.axis_index("wg"), lax.axis_index("program")
-        row_tile = lax.rem(program, row_tiles // pair) * pair + (lax.axis_index("pair") if tiles.pair_rows else 0)
-        walker = lax.div(program, row_tiles // pair)
-        num_tiles = lax.div(vocab_tiles - walker + walkers - 1, walkers)
+        row_tile = lax.rem(program, row_tiles // pair) * pair + (lax.axis_index("pair") if pair > 1 else 0)
+        first_walker = lax.div(program, row_tiles // pair) * twins
+        walker = first_walker + (lax.axis_index("twin") if twins > 1 else 0)
+        # Twins take as many turns as each other; the second may find nothing in its last one.
+        num_tiles = lax.div(vocab_tiles - first_walker + walkers - 1, walkers)
 
         def fetch():
             mgpu.set_max_registers(40, action="decrease")
@@ -146,12 +155,12 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
 
                     d_slice, vocab_slice = pl.ds(j * k, k), pl.ds((walker + turn * walkers) * cta_n, cta_n)
                     mgpu.copy_gmem_to_smem(h_gmem.at[pl.ds(row_tile * cta_m, h_rows), d_slice], h_smem.at[slot, 0:h_rows],
-                                           filled.at[slot])
+                                           filled.at[slot], collective_axes=pair_of_twins)
                     mgpu.copy_gmem_to_smem(w_gmem.at[(vocab_slice, d_slice)[::1 - 2 * vocab_axis]], w_smem.at[slot],
-                                           filled.at[slot], collective_axes="pair" if tiles.pair_rows else None)
+                                           filled.at[slot], collective_axes=pairs)
 
             @pl.loop(jnp.maximum(num_tiles * steps - slots, 0), num_tiles * steps)
-            def _(step):  # a program must not end before its partner has read what both were sent
+            def _(step):  # a program must not end before its partners have read what all were sent
                 mgpu.barrier_wait(emptied.at[lax.rem(step, slots)])
 
         def compute():
@@ -178,8 +187,15 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                 mine = [row_vector(mgpu, vectors_gmem.at[i, pl.ds(first_row, m)]) for i in range(vectors.shape[0])]
                 my_t, scale = (lax.bitcast_convert_type(v, jnp.float32) for v in mine[:2])
                 if wanted == "mass":
-                    return mass_steps(tile, scale, best)
-                return race_steps(mgpu, tile, my_t, scale, mine[2:], sample, best)
+                    steps_of_tile = mass_steps(tile, scale, best)
+                else:
+                    steps_of_tile = race_steps(mgpu, tile, my_t, scale, mine[2:], sample, best)
+                if twins == 1 or vocab % cta_n or vocab_tiles % 2 == 0:
+                    return steps_of_tile
+                # A tile behind the vocabulary says nothing; where the last tile is not whole, the ids above say it.
+                real = functools.partial(jnp.broadcast_to, first_id < vocab)
+                return (new and tuple(jnp.where(real(a.shape), a, b) for a, b in zip(new, best, strict=True))
+                        for new in steps_of_tile)
 
             def multiply_tile(turn, carry):
                 """The raw logits of a tile; meanwhile, the draw from those of the tile before."""
@@ -245,8 +261,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         lax.cond(wg == 2, fetch, compute)
 
     return mgpu.kernel(
-        kernel, out_type=out_type, scratch_types=scratch, grid=(walkers * row_tiles // pair,), grid_names=("program",),
-        num_threads=3, thread_name="wg", **({"cluster": (2,), "cluster_names": ("pair",)} if tiles.pair_rows else {}),
+        kernel, out_type=out_type, scratch_types=scratch, grid=(walkers * row_tiles // (pair * twins),), grid_names=("program",),
+        num_threads=3, thread_name="wg", cluster=tuple(cluster.values()), cluster_names=tuple(cluster),
         # Fast exp2 and log, good to 2^-22; the noise's inner logarithm is its own, and a soft cap needs a better tanh.
         compiler_params=mgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Warpgroup,
                                             approx_math=options.soft_cap is None))(h, w, vectors)

@@ -38,7 +38,8 @@ class MosaicTiles:
     `steps` fetches in flight.
 
     `split_rows`: they share the ids and split 128 rows; otherwise they share 64 rows and split the ids. `pair_rows`: two
-    programs with neighbouring rows read each tile of the vocabulary once for both.
+    programs with neighbouring rows read each tile of the vocabulary once for both. `pair_vocab`: two with neighbouring tiles of
+    the vocabulary read the rows once for both.
     """
 
     split_rows: bool = False
@@ -46,6 +47,7 @@ class MosaicTiles:
     d_model: int = 64
     steps: int = 4
     pair_rows: bool = False
+    pair_vocab: bool = False
 
     def __post_init__(self):
         if self.vocab not in range(GROUP, 8 * GROUP + 1, GROUP):  # its groups share eight columns: more would be lost

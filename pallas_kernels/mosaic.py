@@ -21,8 +21,8 @@ from pallas_kernels.logits import Elementwise, model_logits
 from pallas_kernels.mosaic_race import Tile, columns, mass_steps, race_steps, row_vector
 from pallas_kernels.tiles import MosaicTiles
 
+EAGER = 0
 NUM_SMS = 132  # multiprocessors of an H100 or H200; another number is right too, and slower
-FOURS = 32  # clusters of four programs that run at once on one: they must not straddle its parts of 16 or 18 multiprocessors
 
 
 def why_not(h, w, options, vocab_axis: int) -> str | None:
@@ -45,26 +45,43 @@ def most_steps(split_rows: bool, vocab: int, d_model: int) -> int:
     return 211 * 1024 // (2 * (rows + ids) * d_model)
 
 
-def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = NUM_SMS) -> MosaicTiles:
+def num_walkers(tiles: MosaicTiles, row_tiles: int, num_sms: int) -> int:
+    """How many programs can share the vocabulary of a tile of rows, all of them running at once."""
+    if tiles.pair_rows and tiles.pair_vocab:
+        # A cluster lies in one of the at most eight parts of a device, and each part may leave two multiprocessors over. One
+        # cluster too many would run after all others, and double the time.
+        num_sms = max(4, (num_sms - 16) // 4 * 4)
+    return max(1, num_sms // row_tiles)
+
+
+def choose_tiles(num_rows: int, vocab: int, d_model: int, vocab_axis: int = 0, num_sms: int = NUM_SMS) -> MosaicTiles:
     """Tiles for an H200, where few rows were fastest with the first of these widths and many rows too.
 
     A program takes every n-th tile of the vocabulary, so it is the last turn, in which some programs have no tile, that decides
-    between widths: the shard of a head may leave half of a turn empty.
+    between widths: the shard of a head may leave half of a turn empty. A turn costs as if its tile were wider by what reading
+    the rows takes.
     """
     split_rows = num_rows > 64
     row_tiles = pl.cdiv(num_rows, 128) if split_rows else 1
+    # From 65 rows on what bounds a program is how fast it is sent tiles, by the cache, so tiles are shared where they can be. Four
+    # programs that share both leave some multiprocessors without work: short products do not win that back.
+    pair_rows = split_rows and row_tiles % 2 == 0
+    pair_vocab = split_rows and (not pair_rows or d_model >= 4096)
+    extra = (600 if not pair_vocab else 48) if split_rows else 0
     if vocab_axis == 1:  # copied in boxes of 64 ids
         widths = (128, 64) if split_rows else (64,)
     else:
         widths = (128, 112, 96, 80, 64) if split_rows else (64, 48, 80, 96)
 
-    def ids_of_a_program(width):
-        tile = width if split_rows else 2 * width
-        return tile * pl.cdiv(pl.cdiv(vocab, tile), max(1, num_sms // row_tiles))
+    def tiles_of(width):
+        return MosaicTiles(split_rows, width, 64, min(10, most_steps(split_rows, width, 64)), pair_rows, pair_vocab)
 
-    least = min(map(ids_of_a_program, widths))
-    width = next(width for width in widths if ids_of_a_program(width) <= 1.04 * least)
-    return MosaicTiles(split_rows, width, 64, min(10, most_steps(split_rows, width, 64)), split_rows and row_tiles % 2 == 0)
+    def cost(width):
+        tile = width if split_rows else 2 * width
+        return (tile + extra) * pl.cdiv(pl.cdiv(vocab, tile), num_walkers(tiles_of(width), row_tiles, num_sms))
+
+    least = min(map(cost, widths))
+    return tiles_of(next(width for width in widths if cost(width) <= 1.04 * least))
 
 
 def last(steps: Iterator, value: Any = None) -> Any:
@@ -85,7 +102,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     if reason := why_not(h, w, options, vocab_axis):
         raise NotImplementedError(f"implementation='mosaic' cannot run this call: {reason}; leave implementation out.")
     num_rows, d_model = h.shape
-    tiles = tiles or choose_tiles(num_rows, vocab, vocab_axis, num_sms)
+    tiles = tiles or choose_tiles(num_rows, vocab, d_model, vocab_axis, num_sms)
     if d_model % tiles.d_model:
         raise ValueError(f"tiles.d_model must divide d_model, {d_model}; got {tiles.d_model}: choose tiles for this head.")
     if vocab_axis == 1 and tiles.vocab % 64:
@@ -101,10 +118,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                  for part in (slice(0, whole), slice(whole, None))]
         return [jnp.concatenate(part, 1) for part in zip(*parts, strict=True)]
     rows = row_tiles * cta_m
-    walkers = min(num_sms // row_tiles, vocab_tiles)  # programs that share the vocabulary of a tile of rows
+    walkers = min(num_walkers(tiles, row_tiles, num_sms), vocab_tiles)
     twins = 2 if tiles.pair_vocab and walkers > 1 else 1
-    if pair * twins == 4:
-        walkers = min(walkers, FOURS * 4 // row_tiles)
     walkers = walkers // twins * twins
     cluster = {name: size for name, size in (("pair", pair), ("twin", twins)) if size > 1}
     pairs, pair_of_twins = ("pair" if pair > 1 else None), ("twin" if twins > 1 else None)
@@ -220,18 +235,30 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                     best: Any = None
                     for j in range(unrolled):
                         issue(j)
-                        if j:
+                        if j and EAGER == 0:
                             complete(j)  # before the drawing: where memory is what is waited for, it must not stand still
                         best = next(drawing, best)
+                        if EAGER:
+                            mgpu.wgmma_wait(0)
+                            release(j)
                     best = last(drawing, best)
 
                     @pl.loop(unrolled, steps)
                     def _(j):
                         issue(j)
-                        complete(j)
+                        if EAGER == 1:
+                            mgpu.wgmma_wait(0)
+                            release(j)
+                        else:
+                            mgpu.wgmma_wait(1)
+                            if EAGER == 0:
+                                release(j - 1)
+                            else:
+                                pl.when(j > unrolled)(lambda: release(j - 1))
 
                     x = accumulator[...]
-                    release(steps - 1)
+                    if EAGER == 0 or (EAGER == 2 and unrolled < steps):
+                        release(steps - 1)
                     return x, *best
 
                 return pl.run_scoped(multiply, mgpu.ACC((m, n), jnp.float32))

@@ -51,7 +51,8 @@ def candidates(h, w, vocab_axis: int = 0) -> list[Candidate]:
         elif name == "triton":
             near = near_triton(triton.default_tiles(rows, d_model, head.h.dtype, head.w.dtype), head.h.dtype, head.w.dtype)
         else:
-            near = near_mosaic(mosaic.choose_tiles(rows, head.vocab, d_model, head.vocab_axis, device.cores or mosaic.NUM_SMS), d_model)
+            rule = mosaic.choose_tiles(rows, head.vocab, d_model, head.vocab_axis, device.cores or mosaic.NUM_SMS)
+            near = near_mosaic(rule, d_model)
         found += [Candidate(name, tiles) for tiles in dict.fromkeys(near)]
     return found
 
@@ -87,12 +88,11 @@ def near_mosaic(rule: MosaicTiles, d_model: int) -> Iterator[MosaicTiles]:
     """The other ways to split, and other sizes, with as many fetches in flight as fit, or fewer."""
     yield rule
     for split_rows in {rule.split_rows, True}:
-        for vocab in sorted({rule.vocab, 64, 128}):
-            for width in (64, 128):
-                for steps in (mosaic.most_steps(split_rows, vocab, width) - fewer for fewer in (0, 2)):
-                    for pair_rows, pair_vocab in itertools.product({rule.pair_rows and split_rows, False}, (False, True)):
-                        if d_model % width == 0 and steps >= 2:
-                            yield MosaicTiles(split_rows, vocab, width, steps, pair_rows, pair_vocab)
+        pairs = {(rule.pair_rows and split_rows, False), (False, rule.pair_vocab), (False, False)}
+        for vocab, width, (pair_rows, pair_vocab) in itertools.product(sorted({rule.vocab, 64, 128}), (64, 128), sorted(pairs)):
+            for steps in (mosaic.most_steps(split_rows, vocab, width) - fewer for fewer in (0, 2)):
+                if d_model % width == 0 and steps >= 2:
+                    yield MosaicTiles(split_rows, vocab, width, steps, pair_rows, pair_vocab)
 
 
 def timed_loop(draw: Callable, h, w, keys, iterations: int) -> tuple[Callable[[], float], np.ndarray]:

@@ -21,7 +21,7 @@ from pallas_kernels.logits import Elementwise, model_logits
 from pallas_kernels.mosaic_race import Tile, columns, mass_steps, race_steps, row_vector
 from pallas_kernels.tiles import MosaicTiles
 
-EAGER = 0
+WIDE_FROM = 2048  # d_model from which tiles of 144 ids pay
 NUM_SMS = 132  # multiprocessors of an H100 or H200; another number is right too, and slower
 
 
@@ -45,43 +45,33 @@ def most_steps(split_rows: bool, vocab: int, d_model: int) -> int:
     return 211 * 1024 // (2 * (rows + ids) * d_model)
 
 
-def num_walkers(tiles: MosaicTiles, row_tiles: int, num_sms: int) -> int:
-    """How many programs can share the vocabulary of a tile of rows, all of them running at once."""
-    if tiles.pair_rows and tiles.pair_vocab:
-        # A cluster lies in one of the at most eight parts of a device, and each part may leave two multiprocessors over. One
-        # cluster too many would run after all others, and double the time.
-        num_sms = max(4, (num_sms - 16) // 4 * 4)
-    return max(1, num_sms // row_tiles)
-
-
-def choose_tiles(num_rows: int, vocab: int, d_model: int, vocab_axis: int = 0, num_sms: int = NUM_SMS) -> MosaicTiles:
+def choose_tiles(num_rows: int, vocab: int, d_model: int, vocab_axis: int = 0, num_sms: int = NUM_SMS, *,
+                 with_model: bool = False) -> MosaicTiles:
     """Tiles for an H200, where few rows were fastest with the first of these widths and many rows too.
 
     A program takes every n-th tile of the vocabulary, so it is the last turn, in which some programs have no tile, that decides
-    between widths: the shard of a head may leave half of a turn empty. A turn costs as if its tile were wider by what reading
-    the rows takes.
+    between widths: the shard of a head may leave half of a turn empty. With many rows a turn takes little more time for a wider
+    tile.
     """
     split_rows = num_rows > 64
     row_tiles = pl.cdiv(num_rows, 128) if split_rows else 1
-    # From 65 rows on what bounds a program is how fast it is sent tiles, by the cache, so tiles are shared where they can be. Four
-    # programs that share both leave some multiprocessors without work: short products do not win that back.
     pair_rows = split_rows and row_tiles % 2 == 0
-    pair_vocab = split_rows and (not pair_rows or d_model >= 4096)
-    extra = (600 if not pair_vocab else 48) if split_rows else 0
     if vocab_axis == 1:  # copied in boxes of 64 ids
         widths = (128, 64) if split_rows else (64,)
     else:
         widths = (128, 112, 96, 80, 64) if split_rows else (64, 48, 80, 96)
-
-    def tiles_of(width):
-        return MosaicTiles(split_rows, width, 64, min(10, most_steps(split_rows, width, 64)), pair_rows, pair_vocab)
+        if pair_rows and d_model >= WIDE_FROM and not with_model:  # two laws at once would not fit the registers
+            widths = (144, *widths)
+    extra = (600 if pair_rows else 48) if split_rows else 0
 
     def cost(width):
         tile = width if split_rows else 2 * width
-        return (tile + extra) * pl.cdiv(pl.cdiv(vocab, tile), num_walkers(tiles_of(width), row_tiles, num_sms))
+        return (tile + extra) * pl.cdiv(pl.cdiv(vocab, tile), max(1, num_sms // row_tiles))
 
     least = min(map(cost, widths))
-    return tiles_of(next(width for width in widths if cost(width) <= 1.04 * least))
+    width = next(width for width in widths if cost(width) <= 1.04 * least)
+    return MosaicTiles(split_rows, width, 64, min(10, most_steps(split_rows, width, 64)), pair_rows,
+                       split_rows and not pair_rows)
 
 
 def last(steps: Iterator, value: Any = None) -> Any:
@@ -102,14 +92,14 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     if reason := why_not(h, w, options, vocab_axis):
         raise NotImplementedError(f"implementation='mosaic' cannot run this call: {reason}; leave implementation out.")
     num_rows, d_model = h.shape
-    tiles = tiles or choose_tiles(num_rows, vocab, d_model, vocab_axis, num_sms)
+    tiles = tiles or choose_tiles(num_rows, vocab, d_model, vocab_axis, num_sms, with_model=with_model)
     if d_model % tiles.d_model:
         raise ValueError(f"tiles.d_model must divide d_model, {d_model}; got {tiles.d_model}: choose tiles for this head.")
     if vocab_axis == 1 and tiles.vocab % 64:
         raise ValueError(f"tiles.vocab must be a multiple of 64 for w [d_model, vocab]; got {tiles.vocab}: choose others.")
     m, n, k, slots = 64, tiles.vocab, tiles.d_model, tiles.steps
     cta_m, cta_n = (2 * m, n) if tiles.split_rows else (m, 2 * n)
-    pair = 1 + tiles.pair_rows
+    pair = 1 + tiles.pair_rows  # programs of one cluster
     row_tiles, vocab_tiles, steps = pl.cdiv(num_rows, cta_m * pair) * pair, pl.cdiv(vocab, cta_n), d_model // k
     if row_tiles > num_sms:
         whole = row_tiles // pair // 2 * pair * cta_m
@@ -117,16 +107,16 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                         vocab=vocab, vocab_axis=vocab_axis, with_model=with_model, tiles=tiles, num_sms=num_sms, sample=sample)
                  for part in (slice(0, whole), slice(whole, None))]
         return [jnp.concatenate(part, 1) for part in zip(*parts, strict=True)]
-    rows = row_tiles * cta_m
-    walkers = min(num_walkers(tiles, row_tiles, num_sms), vocab_tiles)
+    walkers = min(num_sms // row_tiles, vocab_tiles)  # programs that share the vocabulary of a tile of rows
     twins = 2 if tiles.pair_vocab and walkers > 1 else 1
     walkers = walkers // twins * twins
-    cluster = {name: size for name, size in (("pair", pair), ("twin", twins)) if size > 1}
-    pairs, pair_of_twins = ("pair" if pair > 1 else None), ("twin" if twins > 1 else None)
+    cluster = {"pair": 2} if pair > 1 else {"twin": 2} if twins > 1 else {}
     # Only rows that exist are copied, counted in eights: what lies outside an array is slow to fill, and rows of the tile that
     # hold nothing multiply to nothing that is read.
     h = jnp.pad(h, ((0, -num_rows % 8), (0, 0)))
     h_rows = min(cta_m, h.shape[0])
+    kept = m if tiles.split_rows else h_rows  # rows of a warpgroup whose results are stored: of few, those lie close together
+    rows = row_tiles * (2 * m if tiles.split_rows else kept)
     vectors = triton_merge.pack(t, keys if wanted == "race" else ())
     num_floats = 2 if wanted == "mass" else 4 + with_model
 
@@ -170,12 +160,12 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
 
                     d_slice, vocab_slice = pl.ds(j * k, k), pl.ds((walker + turn * walkers) * cta_n, cta_n)
                     mgpu.copy_gmem_to_smem(h_gmem.at[pl.ds(row_tile * cta_m, h_rows), d_slice], h_smem.at[slot, 0:h_rows],
-                                           filled.at[slot], collective_axes=pair_of_twins)
+                                           filled.at[slot], collective_axes="twin" if twins > 1 else None)
                     mgpu.copy_gmem_to_smem(w_gmem.at[(vocab_slice, d_slice)[::1 - 2 * vocab_axis]], w_smem.at[slot],
-                                           filled.at[slot], collective_axes=pairs)
+                                           filled.at[slot], collective_axes="pair" if pair > 1 else None)
 
             @pl.loop(jnp.maximum(num_tiles * steps - slots, 0), num_tiles * steps)
-            def _(step):  # a program must not end before its partners have read what all were sent
+            def _(step):  # a program must not end before its partner has read what both were sent
                 mgpu.barrier_wait(emptied.at[lax.rem(step, slots)])
 
         def compute():
@@ -208,8 +198,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                 if twins == 1 or vocab % cta_n or vocab_tiles % 2 == 0:
                     return steps_of_tile
                 # A tile behind the vocabulary says nothing; where the last tile is not whole, the ids above say it.
-                real = functools.partial(jnp.broadcast_to, first_id < vocab)
-                return (new and tuple(jnp.where(real(a.shape), a, b) for a, b in zip(new, best, strict=True))
+                is_real = functools.partial(jnp.broadcast_to, first_id < vocab)
+                return (new and tuple(jnp.where(is_real(a.shape), a, b) for a, b in zip(new, best, strict=True))
                         for new in steps_of_tile)
 
             def multiply_tile(turn, carry):
@@ -235,30 +225,18 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                     best: Any = None
                     for j in range(unrolled):
                         issue(j)
-                        if j and EAGER == 0:
+                        if j:
                             complete(j)  # before the drawing: where memory is what is waited for, it must not stand still
                         best = next(drawing, best)
-                        if EAGER:
-                            mgpu.wgmma_wait(0)
-                            release(j)
                     best = last(drawing, best)
 
                     @pl.loop(unrolled, steps)
                     def _(j):
                         issue(j)
-                        if EAGER == 1:
-                            mgpu.wgmma_wait(0)
-                            release(j)
-                        else:
-                            mgpu.wgmma_wait(1)
-                            if EAGER == 0:
-                                release(j - 1)
-                            else:
-                                pl.when(j > unrolled)(lambda: release(j - 1))
+                        complete(j)
 
                     x = accumulator[...]
-                    if EAGER == 0 or (EAGER == 2 and unrolled < steps):
-                        release(steps - 1)
+                    release(steps - 1)
                     return x, *best
 
                 return pl.run_scoped(multiply, mgpu.ACC((m, n), jnp.float32))
@@ -279,16 +257,16 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
             mgpu.commit_smem()
             piece = walker if tiles.split_rows else 2 * walker + wg
             for i in range(num_floats):
-                mgpu.copy_smem_to_gmem(floats.at[wg, i], out_gmem[i].at[piece, pl.ds(first_row, m)])
-            mgpu.copy_smem_to_gmem(ids.at[wg], out_gmem[num_floats].at[piece, pl.ds(first_row, m)])
+                mgpu.copy_smem_to_gmem(floats.at[wg, i, pl.ds(0, kept)], out_gmem[i].at[piece, pl.ds(first_row, kept)])
+            mgpu.copy_smem_to_gmem(ids.at[wg, pl.ds(0, kept)], out_gmem[num_floats].at[piece, pl.ds(first_row, kept)])
             if logits is not None:
-                mgpu.copy_smem_to_gmem(logits.at[wg], out_gmem[-1].at[piece, pl.ds(first_row, m)])
+                mgpu.copy_smem_to_gmem(logits.at[wg, pl.ds(0, kept)], out_gmem[-1].at[piece, pl.ds(first_row, kept)])
             mgpu.wait_smem_to_gmem(0)
 
         lax.cond(wg == 2, fetch, compute)
 
     return mgpu.kernel(
-        kernel, out_type=out_type, scratch_types=scratch, grid=(walkers * row_tiles // (pair * twins),), grid_names=("program",),
+        kernel, out_type=out_type, scratch_types=scratch, grid=(walkers // twins * (row_tiles // pair),), grid_names=("program",),
         num_threads=3, thread_name="wg", cluster=tuple(cluster.values()), cluster_names=tuple(cluster),
         # Fast exp2 and log, good to 2^-22; the noise's inner logarithm is its own, and a soft cap needs a better tanh.
         compiler_params=mgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Warpgroup,

@@ -83,7 +83,7 @@ def last(steps: Iterator, value: Any = None) -> Any:
 
 def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_model, tiles, num_sms, sample=0):
     """Runs the kernel; the leaves of a race (high, low, top, total[, model total], winner) or a mass (top, total, argmax), each
-    `[pieces of the vocabulary, rows padded to whole tiles]`, and after a race the model logits of each winning group
+    `[pieces of the vocabulary, rows and padding]`, and after a race the model logits of each winning group
     `[pieces, rows, 16]`.
 
     A program keeps one tile of rows and walks over every n-th tile of the vocabulary. Its third warpgroup fetches ahead, over
@@ -266,8 +266,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         lax.cond(wg == 2, fetch, compute)
 
     return mgpu.kernel(
-        kernel, out_type=out_type, scratch_types=scratch, grid=(walkers // twins * (row_tiles // pair),), grid_names=("program",),
-        num_threads=3, thread_name="wg", cluster=tuple(cluster.values()), cluster_names=tuple(cluster),
+        kernel, out_type=out_type, scratch_types=scratch, grid=(walkers * row_tiles // (twins * pair),),
+        grid_names=("program",), num_threads=3, thread_name="wg", cluster=tuple(cluster.values()), cluster_names=tuple(cluster),
         # Fast exp2 and log, good to 2^-22; the noise's inner logarithm is its own, and a soft cap needs a better tanh.
         compiler_params=mgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Warpgroup,
                                             approx_math=options.soft_cap is None))(h, w, vectors)

@@ -1,8 +1,8 @@
 """What a warpgroup of the Mosaic GPU kernel makes of the logits of a tile, in steps short enough to hide behind products.
 
 Rows run along axis 0 here. Row vectors are held by four lanes each, so work on them is done four times over: the masses of the
-groups are put into one `[rows, 8]` (or 16) matrix before the noise. Reductions run along the vocabulary only: one across warps would
-share scratch memory between the warpgroups.
+groups are put into one matrix of 8 or 16 columns before the noise. Reductions run along the vocabulary only: one across warps
+would share scratch memory between the warpgroups.
 """
 
 import functools

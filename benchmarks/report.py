@@ -224,6 +224,41 @@ def sharded_times() -> str:
     return markdown(columns, lines) + f"\n\n{source}"
 
 
+def verify_times() -> str:
+    """Microseconds of verification from hidden states; bold where it is slower than its bar or than the idiom."""
+    rows, source = measured("verify", "verify-*", key=lambda row: (row["draft_len"], row["wanted"]))
+    if not rows:
+        return NOTHING
+    lines = []
+    for place, row in zip(first_of_each((row["rows"], row["draft_len"]) for row in rows), rows, strict=True):
+        ours, idiom, floor = (median(row, name) for name in ("verify", "log-softmax", "floor"))
+        memory = row["temp_bytes"]
+        lines.append([str(place and row["rows"]), str(place and row["draft_len"]), f"{row['acceptance']:.2f}",
+                      *(f"{1e6 * t:.1f}" for t in (ours, idiom, floor)), quotient(ours, floor, 1.25),
+                      quotient(ours, idiom, 1.0),
+                      f"{100 * memory['verify'] / memory['log-softmax']:.1f}%"])
+    columns = ["rows", "drafted", "overlap", "`verify`", "log-softmax idiom", "floor", "`verify` / floor", "`verify` / idiom",
+               "memory / idiom's"]
+    return markdown(columns, lines) + f"\n\n{source}"
+
+
+def filter_times() -> str:
+    """Microseconds of `sample` under filters on a GPU; bold where they cost more than their bar."""
+    rows, source = measured("filters-gpu", "filters-gpu-*",
+                            key=lambda row: (row["filters"], row["logits"], row["processors"]))
+    if not rows:
+        return NOTHING
+    lines = []
+    for name, row in zip(first_of_each((head_name(row["head"]), row["rows"]) for row in rows), rows, strict=True):
+        plain, ours, idiom = (median(row, name) for name in ("sample", "filtered", "idiom"))
+        filters = row["filters"] + " with mask and bias" * row["processors"]
+        lines.append([str(name and name[0]), str(name and row["rows"]), filters, row["logits"],
+                      *("" if t is None else f"{1e6 * t:.1f}" for t in (plain, ours, idiom)),
+                      quotient(ours, plain, 1.25 if row["rows"] <= 64 else 1.4), quotient(idiom, ours)])
+    columns = ["head", "rows", "filters", "logits", "`sample`", "with filters", "idiom", "with / without", "idiom / ours"]
+    return markdown(columns, lines) + f"\n\n{source}"
+
+
 def decode_times() -> str:
     """Milliseconds per output token."""
     rows, source = measured("decode", "decode-*", key=lambda row: (row["sampling"],))
@@ -253,7 +288,7 @@ def milliseconds(t: float | None) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "cpu-times": cpu_times, "cpu-ratios": cpu_ratios, "gpu-ratios": gpu_ratios, "gpu-times": gpu_times,
     "torch-times": torch_times, "log-prob-times": log_prob_times, "decode-times": decode_times,
-    "shard-times": shard_times, "sharded-times": sharded_times,
+    "shard-times": shard_times, "sharded-times": sharded_times, "verify-times": verify_times, "filter-times": filter_times,
 }
 
 

@@ -23,13 +23,13 @@ class Waves(NamedTuple):
     busy: float  # share of the turns in which a multiprocessor has a tile
 
 
-def waves(vocab: int, shards: int, rows: int, d_model: int = 4096, cores: int = CORES) -> Waves:
+def waves(vocab: int, shards: int, rows: int, cores: int = CORES) -> Waves:
     """The tiles of one of `shards` shards. Rows are those that each device sees; a program keeps its own.
 
     >>> waves(151_936, 1, 64)
     Waves(tiles=1187, waves=9, busy=0.9991582491582491)
     """
-    tiles = choose_tiles(rows, ceil(vocab / shards), d_model, num_sms=cores)
+    tiles = choose_tiles(rows, ceil(vocab / shards), num_sms=cores)
     tall, wide = (128, tiles.vocab) if tiles.split_rows else (64, 2 * tiles.vocab)
     row_tiles, count = ceil(rows / tall), ceil(ceil(vocab / shards) / wide)
     turns = ceil(count / (cores // row_tiles))

@@ -51,7 +51,7 @@ def candidates(h, w, vocab_axis: int = 0) -> list[Candidate]:
         elif name == "triton":
             near = near_triton(triton.default_tiles(rows, d_model, head.h.dtype, head.w.dtype), head.h.dtype, head.w.dtype)
         else:
-            rule = mosaic.choose_tiles(rows, head.vocab, d_model, head.vocab_axis, device.cores or mosaic.NUM_SMS)
+            rule = mosaic.choose_tiles(rows, head.vocab, head.vocab_axis, device.cores or mosaic.NUM_SMS)
             near = near_mosaic(rule, d_model)
         found += [Candidate(name, tiles) for tiles in dict.fromkeys(near)]
     return found

@@ -39,13 +39,14 @@ def measured(*names: str, key: Callable[[dict], tuple] = lambda row: ()) -> Meas
             cells[(row["head"]["vocab"] * row["head"]["d_model"], row["rows"], *key(row))] = row, result
     ordered = [cells[at] for at in sorted(cells)]
     used = [result for result in results if any(result is of for _, of in ordered)]
-    lines = []
+    files: dict[str, list[str]] = {}  # by what they were made with
     for result in used:
         where = result["environment"]
         versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
         cores = f" ({where['cores']} cores)" if where["platform"] == "cpu" else ""
-        lines.append(f"`{result['name']}.json`: {where['device']}{cores}, Python {where['python']}, {versions}; "
-                     f"commit {where['commit']}, {where['date'][:10]}")
+        made = f"{where['device']}{cores}, Python {where['python']}, {versions}; commit {where['commit']}, {where['date'][:10]}"
+        files.setdefault(made, []).append(f"`{result['name']}.json`")
+    lines = [f"{', '.join(sorted(names))}: {made}" for made, names in files.items()]
     return Measured([row for row, _ in ordered], "; ".join(lines) + ".")
 
 

@@ -119,9 +119,9 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     twins = 2 if tiles.pair_vocab and walkers > 1 else 1
     walkers = walkers // twins * twins
     cluster = {"pair": 2} if pair > 1 else {"twin": 2} if twins > 1 else {}
-    # Only rows that exist are copied, counted in eights: what lies outside an array is slow to fill, and rows of the tile that
-    # hold nothing multiply to nothing that is read.
-    h = jnp.pad(h, ((0, -num_rows % 8), (0, 0)))
+    # Only rows that exist are copied, counted in eights for each program that reads some: what lies outside an array is slow to
+    # fill, and rows of the tile that hold nothing multiply to nothing that is read.
+    h = jnp.pad(h, ((0, -num_rows % (8 * twins)), (0, 0)))
     h_rows = min(cta_m, h.shape[0])
     kept = m if tiles.split_rows else h_rows  # rows of a warpgroup whose results are stored: of few, those lie close together
     rows = row_tiles * (2 * m if tiles.split_rows else kept)

@@ -18,6 +18,7 @@ from pallas_kernels.logits import LOG2_E, inverse_temperature
 
 MOST = 2**31 - 1
 LEAST_FINITE = -3.4028235e38
+FEW = 512  # tokens of which the threads of a row hold one each
 
 
 class Row(NamedTuple):
@@ -49,15 +50,23 @@ class Span(NamedTuple):
     above: Mass
 
 
-def fold(tokens: Tokens, f, init):
-    """`carry = f(carry, logits, ids)` over the blocks."""
+class Few(NamedTuple):
+    """Memory for columns of a few int32 numbers: `store(places, columns, mask)` writes them, `load(number, num_columns)` reads
+    them back, `[FEW]` each, with zeros from `number` on."""
+
+    store: Callable
+    load: Callable
+
+
+def fold(tokens: Tokens, f, init, start=None):
+    """`carry = f(carry, logits, ids)` over the blocks; `start` is the first block that is fetched."""
     carry = init
     for x, ids in tokens.held:
         carry = f(carry, x, ids)
     if (load := tokens.load) is None:
         return carry
     one = lambda block, carry: f(carry, *load(jnp.asarray(block, jnp.int32)))  # noqa: E731
-    return lax.fori_loop(len(tokens.held), tokens.num_blocks, one, carry)
+    return lax.fori_loop(len(tokens.held) if start is None else start, tokens.num_blocks, one, carry)
 
 
 def branch(condition, a, b):
@@ -76,11 +85,23 @@ def cumsum(x):
     return lax.cumsum(x, axis=x.ndim - 1)
 
 
-def add_up(tokens: Tokens, measure, start: Mass) -> Mass:
-    """`start` and the mass of the tokens."""
+def total_of(mass: Mass, where, axis=None) -> Mass:
+    """The mass of the tokens where the condition holds, along an axis or altogether, not carried."""
+    add = lambda words: jnp.sum(jnp.where(where, words, 0), axis=axis, dtype=jnp.int32)  # noqa: E731
+    whole = add(mass.whole)
+    return Mass(whole, whole - whole if mass.fine is None else add(mass.fine))
+
+
+def plus(a: Mass, b: Mass) -> Mass:
+    """Their sum, carried."""
+    return kept.carried(a.whole + b.whole, a.fine + b.fine)
+
+
+def add_up(tokens: Tokens, measure, where, start: Mass) -> Mass:
+    """`start` and the mass of the tokens where the condition, of logits and ids, holds."""
     def f(carry, x, ids):
-        whole, fine = measure(x, ids)
-        return carry[0] + number(whole), carry[1] + number(fine)
+        mass = total_of(measure(x, ids), where(x, ids))
+        return carry[0] + mass.whole, carry[1] + mass.fine
 
     return kept.carried(*fold(tokens, f, tuple(start)))
 
@@ -95,14 +116,9 @@ def no_end(vocab: int) -> Kept:
     return Kept(jnp.int32(LOWEST), jnp.int32(vocab))
 
 
-def chosen(mass: Mass, where) -> Mass:
-    """The masses of the tokens where the condition holds, 0 elsewhere."""
-    return Mass(*(jnp.where(where, m, 0) for m in mass))
-
-
 def has_mass(mass: Mass):
     """Where it is not 0."""
-    return (mass.whole | mass.fine) != 0
+    return (mass.whole if mass.fine is None else mass.whole | mass.fine) != 0
 
 
 def either(condition, a, b):
@@ -116,9 +132,9 @@ def least_of(a: Mass, b: Mass) -> Mass:
 
 
 def ones(x, ids) -> Mass:
-    """The measure of a count: tokens that are there."""
+    """The measure of a count: tokens that are there. It has no fine words."""
     del ids
-    return Mass((x > -jnp.inf).astype(jnp.int32), jnp.zeros_like(x, jnp.int32))
+    return Mass((x > -jnp.inf).astype(jnp.int32), None)
 
 
 def weight_of(x, row: Row):
@@ -154,59 +170,108 @@ def is_above(x, row: Row):
     return (x > -jnp.inf) & kept.is_above(x, row.t, row.top, row.min_p)
 
 
-def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, vocab: int) -> Kept:
+def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, few: Few, vocab: int) -> Kept:
     """The end of the shortest prefix whose mass is at least `target`; it lies in the span.
 
-    The gap of the span is cut in the middle of its logits and in the middle of its keys by turns, and its ends jump to the
-    nearest tokens: as many rounds as it takes to halve the tokens a few times, and never more than some 70.
+    While the span holds more than a few tokens it is cut in the middle of its logits and in the middle of its keys by turns.
+    The few are written down and read again, one by a thread, and a round cuts their span into 16.
     """
-    def one_round(state):
-        low, high, above_whole, above_fine, by_value = state
+    in_span = lambda keys: (keys >= span.low) & (keys < span.high)  # noqa: E731
+    has_fine = measure is not ones
+
+    def measured(x, ids):
+        keys = kept.ordered_keys(x)
+        return keys, ids, measure(x, ids)
+
+    held = tuple(measured(*block) for block in tokens.held)
+
+    def fold_measured(f, init):
+        """As `fold`, with keys and masses, those of `held` computed once."""
+        carry = init
+        for block in held:
+            carry = f(carry, *block)
+        rest = lambda carry, x, ids: f(carry, *measured(x, ids))  # noqa: E731
+        return fold(tokens._replace(held=()), rest, carry, start=len(held))
+
+    def halve(state):
+        low, high, above_whole, above_fine, left, by_value = state
         value = 0.5 * kept.logits_of(low) + 0.5 * kept.logits_of(high)
         middle = jnp.where(by_value, kept.ordered_keys(value), (low >> 1) + (high >> 1) + (low & high & 1))
         middle = jnp.minimum(jnp.maximum(middle, low + 1), high - 1)
 
-        def look(carry, x, ids):
-            whole, fine, least, most = carry
-            keys = kept.ordered_keys(x)
+        def look(carry, keys, ids, mass):
+            del ids
+            whole, fine, least, number_over = carry
             is_over = (keys >= middle) & (keys < high)
-            mass = chosen(measure(x, ids), is_over)
-            return (whole + number(mass.whole), fine + number(mass.fine),
-                    jnp.minimum(least, jnp.min(jnp.where(is_over, keys, MOST))),
-                    jnp.maximum(most, jnp.max(jnp.where(keys < middle, keys, LOWEST))))
+            mass = total_of(mass, is_over)
+            return (whole + mass.whole, fine + mass.fine, jnp.minimum(least, jnp.min(jnp.where(is_over, keys, MOST))),
+                    number_over + number(is_over))
 
-        whole, fine, least, most = fold(tokens, look, (above_whole, above_fine, jnp.int32(MOST), low))
-        whole, fine = kept.carried(whole, fine)
+        *mass, least, number_over = fold_measured(look, (above_whole, above_fine, jnp.int32(MOST), jnp.int32(0)))
+        whole, fine = kept.carried(*mass)
         yes = kept.at_least(Mass(whole, fine), target)
-        return (jnp.where(yes, least, low), jnp.where(yes, high, most + 1), jnp.where(yes, above_whole, whole),
-                jnp.where(yes, above_fine, fine), ~by_value)
+        return (jnp.where(yes, least, low), jnp.where(yes, high, middle), jnp.where(yes, above_whole, whole),
+                jnp.where(yes, above_fine, fine), jnp.where(yes, number_over, left - number_over), ~by_value)
 
-    key, _, *above, _ = lax.while_loop(lambda state: state[0] + 1 < state[1], one_round,
-                                       (span.low, span.high, *span.above, jnp.bool_(True)))
-    above = Mass(*above)
+    left = fold_measured(lambda left, keys, ids, mass: left + number(in_span(keys)), jnp.int32(0))
+    low, high, *above, left, _ = lax.while_loop(lambda state: (state[0] + 1 < state[1]) & (state[4] > FEW), halve,
+                                                (span.low, span.high, *span.above, left, jnp.bool_(True)))
 
-    def look_at_tie(carry, x, ids):
-        mass = chosen(measure(x, ids), kept.ordered_keys(x) == key)
-        count, whole, fine = carry
-        return count + number(has_mass(mass)), jnp.maximum(whole, jnp.max(mass.whole)), jnp.maximum(fine, jnp.max(mass.fine))
+    def write_down(count, keys, ids, mass):
+        del ids
+        is_in = (keys >= low) & (keys < high)
+        in_group = is_in.astype(jnp.int32)
+        of_group = jnp.sum(in_group, axis=1, dtype=jnp.int32)
+        places = (count + cumsum(of_group) - of_group)[:, None] + cumsum(in_group) - 1
+        few.store(places, (keys, *(m for m in mass if m is not None)), is_in)
+        return count + number(of_group)
 
-    num_tied, *one = fold(tokens, look_at_tie, (jnp.int32(0),) * 3)  # equal logits have equal masses
+    def cut_in_16():
+        fold_measured(write_down, jnp.int32(0))
+        keys, *mass = few.load(left, 3 if has_fine else 2)
+        keys, mass = keys[:, None], Mass(mass[0][:, None], mass[1][:, None] if has_fine else None)
 
-    def too_few(n):
-        return ~kept.at_least(kept.carried(above.whole + n * one[0], above.fine + n * one[1]), target)
+        def cut(ends):
+            def edges(shape):
+                """15 keys inside, and the high end."""
+                gap = lax.bitcast_convert_type(ends[1] - ends[0], jnp.uint32)
+                step = lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1) + jnp.uint32(1)
+                width = (gap >> jnp.uint32(4)) * step + (((gap & jnp.uint32(15)) * step) >> jnp.uint32(4))
+                return ends[0] + lax.bitcast_convert_type(width, jnp.int32)
+
+            yes = kept.at_least(plus(Mass(*above), total_of(mass, keys >= edges((1, 16)), axis=0)), target)
+            return jnp.max(jnp.where(yes, edges((16,)), ends[0])), jnp.min(jnp.where(yes, ends[1], edges((16,))))
+
+        return lax.while_loop(lambda ends: ends[0] + 1 < ends[1], cut, (low, high))[0]
+
+    key = branch(low + 1 < high, cut_in_16, lambda: low)
+    is_tied = lambda keys, mass: (keys == key) & has_mass(mass)  # noqa: E731
+    num_tied = fold_measured(lambda count, keys, ids, mass: count + number(is_tied(keys, mass)), jnp.int32(0))
 
     def first_ids():
         """The id of the last of as many tied tokens as it takes. Blocks, and the ids in them, are in order."""
+        def look_at_tie(carry, keys, ids, mass):
+            del ids
+            over, tied = total_of(mass, (keys > key) & (keys < span.high)), is_tied(keys, mass)
+            most = [jnp.int32(0) if m is None else jnp.max(jnp.where(tied, m, 0)) for m in mass]
+            return carry[0] + over.whole, carry[1] + over.fine, *map(jnp.maximum, carry[2:], most)
+
+        *over, whole, fine = fold_measured(look_at_tie, (*span.above, jnp.int32(0), jnp.int32(0)))  # equal logits, equal masses
+        over = kept.carried(*over)
+
+        def too_few(n):
+            return ~kept.at_least(kept.carried(over.whole + n * whole, over.fine + n * fine), target)
+
         needed = kept.bisect(too_few, jnp.int32(0), num_tied, vocab.bit_length())[1]
 
-        def count_ties(carry, x, ids):
+        def count_ties(carry, keys, ids, mass):
             count, last = carry
-            tied = (has_mass(measure(x, ids)) & (kept.ordered_keys(x) == key)).astype(jnp.int32)
+            tied = is_tied(keys, mass).astype(jnp.int32)
             of_group = jnp.sum(tied, axis=1, dtype=jnp.int32)
             place = (count + cumsum(of_group) - of_group)[:, None] + cumsum(tied)
             return count + number(of_group), jnp.maximum(last, jnp.max(jnp.where((tied > 0) & (place == needed), ids, -1)))
 
-        return fold(tokens, count_ties, (jnp.int32(0), jnp.int32(-1)))[1]
+        return fold_measured(count_ties, (jnp.int32(0), jnp.int32(-1)))[1]
 
     return Kept(key, branch(num_tied > 1, first_ids, lambda: jnp.int32(vocab)))
 
@@ -218,7 +283,7 @@ class Found(NamedTuple):
     is_found: Any
 
 
-def search(tokens: Tokens, row: Row, span: Span, is_whole, vocab: int) -> Found:
+def search(tokens: Tokens, row: Row, span: Span, few: Few, is_whole, vocab: int) -> Found:
     """The prefix that top_k, then top_p keep. The tokens given have all tokens in the span, and `is_whole` says that they have
     all those below it that exist, too. A span with a mass above it has only one of the two filters on.
 
@@ -226,28 +291,25 @@ def search(tokens: Tokens, row: Row, span: Span, is_whole, vocab: int) -> Found:
     """
     is_k, is_p = is_on(row, vocab)
     end, k_found, p_found = no_end(vocab), ~is_k, is_k & ~is_k
-
-    def in_span(measure):
-        return lambda x, ids: chosen(measure(x, ids), (kept.ordered_keys(x) >= span.low) & (kept.ordered_keys(x) < span.high))
-
+    in_span = lambda x, ids: (kept.ordered_keys(x) >= span.low) & (kept.ordered_keys(x) < span.high)  # noqa: E731
     if row.top_k is not None:
-        there = add_up(tokens, in_span(ones), span.above)
+        there = add_up(tokens, ones, in_span, span.above)
         k_found = ~is_k | is_whole | ((there.whole >= row.top_k) & (span.above.whole < row.top_k))
         target = Mass(jnp.minimum(row.top_k, there.whole), jnp.int32(0))
-        end = branch(is_k & k_found, lambda: end_of_prefix(tokens, ones, target, span, vocab), lambda: no_end(vocab))
+        end = branch(is_k & k_found, lambda: end_of_prefix(tokens, ones, target, span, few, vocab), lambda: no_end(vocab))
     if row.top_p is not None:
-        measure = masses(row)
-        inside = lambda x, ids: chosen(measure(x, ids), kept.is_kept(kept.ordered_keys(x), ids, end))  # noqa: E731
+        measure, of_k = masses(row), end
+        is_inside = lambda x, ids: kept.is_kept(kept.ordered_keys(x), ids, of_k)  # noqa: E731
+        inside = lambda x, ids: Mass(*(jnp.where(is_inside(x, ids), m, 0) for m in measure(x, ids)))  # noqa: E731
         base = everything(row)
         if row.top_k is not None:
-            base = either(is_k, branch(is_k & is_p, lambda: add_up(tokens, inside, nothing()), nothing), base)
+            base = either(is_k, branch(is_k & is_p, lambda: add_up(tokens, measure, is_inside, nothing()), nothing), base)
         target = kept.share(base, row.top_p)
-        there = add_up(tokens, in_span(inside), span.above)
+        there = add_up(tokens, inside, in_span, span.above)
         enough = kept.at_least(there, target) & ~kept.at_least(span.above, target)
         p_found = is_p & k_found & (is_whole | enough)
         target = least_of(target, there)
-        of_k = end
-        key, id = branch(p_found, lambda: end_of_prefix(tokens, inside, target, span, vocab), lambda: of_k)
+        key, id = branch(p_found, lambda: end_of_prefix(tokens, inside, target, span, few, vocab), lambda: of_k)
         end = Kept(key, jnp.where(key == of_k.key, jnp.minimum(id, of_k.id), id))  # more may be tied than top_k left
     return Found(end, ~(is_p & ~k_found) & ((is_k & k_found) | p_found))
 
@@ -285,5 +347,5 @@ def undecided_span(samples, row: Row, by_count, lowest, vocab: int):
         return (jnp.where(is_low, middle_low, low), jnp.where(is_low, low_end, middle_low),
                 jnp.where(is_high, high_start, middle_high), jnp.where(is_high, middle_high, high))
 
-    low, _, _, high = lax.fori_loop(0, 14, halve, (lowest, row.top, lowest, row.top))
+    low, _, _, high = lax.fori_loop(0, 11, halve, (lowest, row.top, lowest, row.top))
     return low, high

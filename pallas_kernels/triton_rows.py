@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import noise
+from pallas_kernels import triton_prefix as prefix
 from pallas_kernels.kept import Filters, Kept
 from pallas_kernels.logits import Elementwise, model_logits, processed_logits
 from pallas_kernels.triton_prefix import Row
@@ -16,7 +17,8 @@ PIECE = 256  # groups of a program that reads whole rows
 LISTED = 256  # groups whose tokens 16 warps hold in registers, and half of the fewest that they list
 STREAMED = 512  # groups that they read at a time where they read a whole row
 IN_GAP = 256  # tokens of a piece that may lie in the gap
-SETTLED, IN_SPAN, WHOLE = range(3)
+PROGRAMS = 1056  # that do what is left of the pieces: starting many that have nothing to do takes microseconds
+DRAWN, SETTLED, IN_SPAN, WHOLE = range(4)
 
 
 class Shape(NamedTuple):
@@ -63,7 +65,7 @@ class Summary(NamedTuple):
 class State(NamedTuple):
     """What is known about each row, `[rows]`; the end of the prefix once it is settled."""
 
-    kind: Any
+    kind: Any  # DRAWN: nothing is left to do; SETTLED: the race is; IN_SPAN: the end lies in a gap; WHOLE: anywhere
     top: Any
     total: Any
     low: Any  # keys between which the prefix ends
@@ -131,11 +133,35 @@ def tokens_of(shape: Shape, refs: Inputs, row, groups, is_there):
     return ids, *tokens_at(shape, refs, row, ids, exists)
 
 
-def piece_of(shape: Shape):
-    """(row, piece, its groups) of a program."""
-    program, pieces = pl.program_id(0), jnp.int32(shape.num_pieces)
+def piece_of(shape: Shape, program):
+    """(row, piece, its groups) of a piece of all rows."""
+    pieces = jnp.int32(shape.num_pieces)
     piece = lax.rem(program, pieces)
     return lax.div(program, pieces), piece, piece * shape.piece + lax.broadcasted_iota(jnp.int32, (shape.piece,), 0)
+
+
+def pieces_each(shape: Shape, rows: int) -> int:
+    """Of a program where there are `PROGRAMS`."""
+    return pl.cdiv(rows * shape.num_pieces, PROGRAMS)
+
+
+def for_pieces(shape: Shape, kinds, f):
+    """`f(row, kind, piece, its groups)` for the pieces of this program; `kinds` `[rows]` are loaded."""
+    rows = kinds.shape[0]
+    each = pieces_each(shape, rows)
+
+    def one(i, _=None):
+        program = pl.program_id(0) * each + i
+
+        @pl.when(program < rows * shape.num_pieces)
+        def _():
+            row, *piece = piece_of(shape, program)
+            f(row, shape.plt.load(kinds.at[row]), *piece)
+
+    if each == 1:
+        one(0)
+    else:
+        lax.fori_loop(0, each, one, None)
 
 
 def row_of(shape: Shape, refs: Inputs, row, top: Any = None, total: Any = None) -> Row:
@@ -171,3 +197,17 @@ def barrier(shape: Shape):
     """What threads of a program stored can be read by the others."""
     if not shape.interpret:
         shape.plt.debug_barrier()
+
+
+def few_of(shape: Shape, ref, row) -> prefix.Few:
+    """Memory for a few tokens of a row, `ref` int32 `[rows, 3 * FEW]`."""
+    def store(places, columns, mask):
+        for i, column in enumerate(columns):
+            scatter(shape, ref, row, i * prefix.FEW + places, column, mask)
+
+    def load(number, columns):
+        barrier(shape)
+        place = lax.broadcasted_iota(jnp.int32, (prefix.FEW,), 0)
+        return [shape.plt.load(ref.at[row, i * prefix.FEW + place], mask=place < number, other=0) for i in range(columns)]
+
+    return prefix.Few(store, load)

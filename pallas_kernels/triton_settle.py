@@ -1,0 +1,100 @@
+"""The rows whose kept set lies in the groups with the largest logits: a kernel of `triton_filtered`, which draws in them."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import finish as finishing
+from pallas_kernels import kept, noise, race
+from pallas_kernels import triton_prefix as prefix
+from pallas_kernels.finish import Draw
+from pallas_kernels.triton_kept import drawn, kept_of, race_of
+from pallas_kernels.triton_prefix import Span, Tokens
+from pallas_kernels.triton_rows import (
+    DRAWN,
+    IN_SPAN,
+    SETTLED,
+    WHOLE,
+    Shape,
+    State,
+    barrier,
+    few_of,
+    padded_load,
+    put,
+    row_of,
+    scatter,
+    split,
+    tokens_of,
+)
+
+
+def settle(*refs, shape: Shape, trees):
+    """One row: the end of its prefix, or where to look for it."""
+    refs, given, out, draw, list_ref, few_ref = split(refs, trees)
+    row = pl.program_id(0)
+    pieces = lambda ref, other: padded_load(shape, ref, row, shape.num_pieces, other)  # noqa: E731
+    t = shape.plt.load(refs.t.at[row])
+    top, total = race.mass_of(pieces(given.top, -jnp.inf), pieces(given.total, 0.0), t)
+    own = row_of(shape, refs, row, top, total)
+    has_law = finishing.has_law(top, total)
+    is_k, is_p = (has_law & on for on in prefix.is_on(own, shape.vocab))
+    if own.top_k is not None:
+        own = own._replace(top_k=jnp.where(is_k, own.top_k, 0))
+    if own.top_p is not None:
+        own = own._replace(top_p=jnp.where(is_p, own.top_p, 1.0))
+
+    group_top = padded_load(shape, given.group_top, row, shape.num_groups, -jnp.inf)
+    over = lambda low: jnp.sum(group_top >= low, dtype=jnp.int32)  # noqa: E731
+    lowest = jnp.min(jnp.where(group_top > -jnp.inf, group_top, jnp.inf))
+    is_whole = jnp.sum(group_top > -jnp.inf, dtype=jnp.int32) <= shape.listed
+    wanted = jnp.int32(shape.listed // 2)
+    if own.top_k is not None:
+        wanted = jnp.minimum(jnp.maximum(wanted, own.top_k), shape.listed - shape.listed // 8)
+
+    def halve(state):
+        low, high, num_over, rounds = state
+        middle = 0.5 * low + 0.5 * high
+        num = over(middle)
+        fits = num <= shape.listed
+        return jnp.where(fits, low, middle), jnp.where(fits, middle, high), jnp.where(fits, num, num_over), rounds + 1
+
+    _, high, num_over, _ = lax.while_loop(lambda state: ~is_whole & (state[2] < wanted) & (state[3] < 24), halve,
+                                          (lowest, top, over(top), jnp.int32(0)))
+    lowest_listed = jnp.where(is_whole, prefix.LEAST_FINITE, jnp.where(num_over > shape.listed, jnp.inf, high))
+    is_listed = (group_top >= lowest_listed) & (group_top < jnp.inf)
+    place = prefix.cumsum(is_listed.astype(jnp.int32)) - 1
+    num_listed = jnp.sum(is_listed, dtype=jnp.int32)
+    groups = lax.broadcasted_iota(jnp.int32, is_listed.shape, 0)
+    scatter(shape, list_ref, row, place, groups, is_listed & (place < shape.listed))
+    barrier(shape)
+    place = lax.broadcasted_iota(jnp.int32, (shape.listed,), 0)
+    groups = shape.plt.load(list_ref.at[row, place], mask=place < num_listed, other=0)
+    ids, model, x = tokens_of(shape, refs, row, groups, place < num_listed)
+    span = Span(kept.ordered_keys(lowest_listed), kept.ordered_keys(top) + 1, prefix.nothing())
+    found = prefix.search(Tokens(((x, ids),)), own, span, few_of(shape, few_ref, row), is_whole, shape.vocab)
+    is_drawn = ~has_law | is_whole | found.is_found  # the tokens listed have all that are kept
+    if own.min_p is not None:  # it ends before the others do
+        is_drawn |= ~prefix.is_above(lowest_listed, own) & ~(is_k & is_p)
+
+    def guessed():
+        samples = padded_load(shape, given.sample, row, shape.num_groups, jnp.inf)
+        start = jnp.min(jnp.where(samples > -jnp.inf, samples, jnp.inf))
+        low, high = prefix.undecided_span(samples, own, is_k, start, shape.vocab)
+        low = kept.ordered_keys(jnp.where(low > start, low, prefix.LEAST_FINITE))
+        high = kept.ordered_keys(high) + (high >= top).astype(jnp.int32)
+        return jnp.where(is_k & is_p, jnp.int32(WHOLE), jnp.int32(IN_SPAN)), low, high
+
+    def drawn_here():
+        first_ids = noise.GROUP * groups
+        raced = race_of(own, found.end, jnp.max(x, axis=1), ids, x, first_ids)
+        is_winner = (first_ids == raced.winner)[:, None]
+        of_winner = lambda a: jnp.max(jnp.where(is_winner, a, -jnp.inf), axis=0)  # noqa: E731
+        of_group = raced.winner + lax.broadcasted_iota(jnp.int32, (noise.GROUP,), 0)
+        kept_x = jnp.where(kept_of(x, ids, own, found.end), x, -jnp.inf)
+        return drawn(shape, own, raced, given, row, of_group, of_winner(model), of_winner(kept_x))
+
+    none = lambda: Draw(jnp.int32(-1), *[jnp.float32(jnp.nan)] * 4)  # noqa: E731
+    put(shape, draw, row, prefix.branch(is_drawn, drawn_here, none))
+    done = lambda: (jnp.where(is_drawn, jnp.int32(DRAWN), jnp.int32(SETTLED)), jnp.int32(0), jnp.int32(0))  # noqa: E731
+    kind, low, high = prefix.branch(is_drawn | ~(is_k | is_p), done, guessed)
+    put(shape, out, row, State(kind, top, total, low, high, found.end))

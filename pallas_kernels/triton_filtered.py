@@ -1,14 +1,14 @@
-"""Draws under filters on NVIDIA GPUs: XLA's product leaves the logits, six small kernels do the rest, and nothing is
+"""Draws under filters on NVIDIA GPUs: XLA's product leaves the logits, five small kernels do the rest, and nothing is
 sorted.
 
-    summarise   a program per piece of a row: its mass, the largest logit of every group, one logit of every group as a sample
-    settle      a program per row: the end of the kept prefix, if the groups with the largest logits hold it; else, from the
-                samples, a gap between two logits in which it is likely to be
+    summarise   a program per block of a row: its mass, the largest logit of every group, one logit of every group as a sample
+    settle      a program per row: if the groups with the largest logits hold what is kept, the draw; else, from the samples, a
+                gap between two logits in which the kept prefix is likely to end
     sweep       a program per piece of a row that is not settled: the mass above that gap, and a list of the tokens in it
     conclude    a program per row that is not settled: the end among the listed tokens. If the gap missed it, or where top_k and
                 top_p both need more than the largest groups, this searches the whole row
-    race        a program per piece: the race of the groups that keep a token
-    finish      a program per row: the token
+    race_rest   a program per piece of a row that is not drawn: the race of the groups that keep a token; the last piece of a
+                row to be done draws
 
 What is kept is decided by the rules of `kept`; guesses cost time only. Two masses of top_p are float32 sums and not its
 integers, that of the whole row and that above the gap: its set is the one of `kept` to 1e-6 of p.
@@ -29,7 +29,8 @@ from pallas_kernels.tiles import TritonTiles
 from pallas_kernels.triton import operands
 from pallas_kernels.triton_finish import given, like
 from pallas_kernels.triton_gap import conclude, sweep
-from pallas_kernels.triton_kept import finish, race_piece
+from pallas_kernels.triton_kept import race_rest
+from pallas_kernels.triton_merge import pack
 from pallas_kernels.triton_prefix import FEW
 from pallas_kernels.triton_rows import (
     IN_GAP,
@@ -39,7 +40,7 @@ from pallas_kernels.triton_rows import (
     State,
     Summary,
     Sweep,
-    piece_of,
+    part_of,
     pieces_each,
     put,
     row_of,
@@ -51,20 +52,20 @@ from pallas_kernels.triton_settle import settle
 
 
 def summarise(*refs, shape: Shape, trees):
-    """One piece: masses, the largest logit of each group, and one of its logits."""
+    """One block: masses, the largest logit of each group, and one of its logits."""
     refs, out = split(refs, trees)
-    row, piece, groups = piece_of(shape, pl.program_id(0))
+    row, block, groups = part_of(pl.program_id(0), shape.block, shape.num_blocks)
     own = row_of(shape, refs, row)
     is_there = groups < shape.num_groups
     _, model, x = tokens_of(shape, refs, row, groups, is_there)
     group_top = jnp.max(x, axis=1)
     top = jnp.max(group_top)
     own = own._replace(top=top)
-    put(shape, (out.top, out.total), (row, piece), (top, jnp.sum(prefix.weight_of(x, own))))
+    put(shape, (out.top, out.total), (row, block), (top, jnp.sum(prefix.weight_of(x, own))))
     if shape.with_model:
         top = jnp.max(model)
         total = jnp.sum(jnp.exp(model - race.finite_or_zero(top)))
-        put(shape, (out.model_top, out.model_total), (row, piece), (top, total))
+        put(shape, (out.model_top, out.model_total), (row, block), (top, total))
     ids = noise.GROUP * groups + ((5 * (groups + (groups >> 4))) & (noise.GROUP - 1))
     sample = tokens_at(shape, refs, row, ids, ids < shape.vocab)[1]
     for ref, value in ((out.group_top, group_top), (out.sample, sample)):
@@ -77,32 +78,38 @@ def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, vocab, v
     raw, _ = operands(h, w, TritonTiles(stored=True), vocab=vocab, vocab_axis=vocab_axis, precision=precision)
     rows = raw.shape[0]
     on = {name: x for name, x in filters._asdict().items() if x is not None}
-    shape = Shape(plt, vocab, options.scale, options.soft_cap, tuple(options.dense()), tuple(on), with_log_probs, interpret)
-    inputs = Inputs(raw, t, tuple(keys), tuple(on.values()), tuple(given(options)))
+    shape = Shape(plt, vocab, options.scale, options.soft_cap, tuple(options.dense()), len(keys), tuple(on), with_log_probs,
+                  interpret)
+    inputs = Inputs(raw, pack(t, (*keys, *on.values())), tuple(given(options)))
     leaves = jax.tree.leaves(inputs)
     f32, i32 = jnp.float32, jnp.int32
 
     def of(kind, *size):
         return like(leaves, (rows, *size), kind)
 
-    def launch(kernel, programs, num_warps, arguments, outputs):
+    def launch(kernel, programs, num_warps, arguments, outputs, is_last_shared=False):
+        """`is_last_shared`: the last argument is the last output, too."""
+        of_call, wanted = jax.tree.leaves(arguments), jax.tree.leaves(outputs)
         body = functools.partial(kernel, shape=shape, trees=tuple(map(jax.tree.structure, (*arguments, *outputs))))
-        out = pl.pallas_call(body, grid=(programs,), out_shape=jax.tree.leaves(outputs), interpret=interpret,
+        out = pl.pallas_call(body, grid=(programs,), out_shape=wanted, interpret=interpret,
+                             input_output_aliases={len(of_call) - 1: len(wanted) - 1} if is_last_shared else {},
                              compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=1),
-                             name=f"gumbeljax_{kernel.__name__}")(*jax.tree.leaves(arguments))
+                             name=f"gumbeljax_{kernel.__name__}")(*of_call)
         return jax.tree.unflatten(jax.tree.structure(outputs), out)
 
     programs, row = rows * shape.num_pieces, of(f32)
     piece, count, group = of(f32, shape.num_pieces), of(i32, shape.num_pieces), of(f32, shape.num_groups)
-    model = piece if with_log_probs else None
+    block = of(f32, shape.num_blocks)
+    model = block if with_log_probs else None
     end, listed = Kept(of(i32), of(i32)), of(i32, shape.num_pieces * IN_GAP)
-    summary, = launch(summarise, programs, 4, (inputs,), (Summary(piece, piece, model, model, group, group),))
+    summary, = launch(summarise, rows * shape.num_blocks, 4, (inputs,), (Summary(block, block, model, model, group, group),))
     state = State(of(i32), row, row, of(i32), of(i32), end)
     few, out = of(i32, 3 * FEW), Draw(of(i32), row, row, row, row)
-    state, settled, _, _ = launch(settle, rows, 16, (inputs, summary), (state, out, of(i32, shape.listed), few))
+    lists = of(i32, shape.listed), few
+    state, settled, num_raced, *_ = launch(settle, rows, 16, (inputs, summary), (state, out, of(i32), *lists))
     programs = pl.cdiv(programs, pieces_each(shape, rows))
     swept, = launch(sweep, programs, 4, (inputs, state), (Sweep(count, count, count, listed),))
-    end, _, _ = launch(conclude, rows, 16, (inputs, state, swept), (end, listed, few))
-    raced, = launch(race_piece, programs, 4, (inputs, state, end, summary.group_top), (Raced(piece, piece, count, piece),))
-    out, = launch(finish, rows, 1, (inputs, state, end, summary, raced, settled), (out,))
+    end, *_ = launch(conclude, rows, 16, (inputs, state, swept), (end, listed, few))
+    _, out, _ = launch(race_rest, programs, 4, (inputs, state, end, summary, settled, num_raced),
+                       (Raced(piece, piece, count, piece), out, of(i32)), is_last_shared=True)
     return out, end

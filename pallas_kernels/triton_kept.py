@@ -15,6 +15,7 @@ from pallas_kernels.triton_rows import (
     Raced,
     Shape,
     Summary,
+    barrier,
     fetch,
     for_pieces,
     padded_load,
@@ -47,8 +48,8 @@ def drawn(shape: Shape, own: Row, raced: Raced, summary: Summary, row, ids, mode
     won = race.Race(*(a[None] for a in (raced.high, raced.low, raced.winner, own.top, kept_total)))
     mass, t = None, own.t[None]
     if shape.with_model:
-        model_top = padded_load(shape, summary.model_top, row, shape.num_pieces, -jnp.inf)
-        model_total = padded_load(shape, summary.model_total, row, shape.num_pieces, 0.0)
+        model_top = padded_load(shape, summary.model_top, row, shape.num_blocks, -jnp.inf)
+        model_total = padded_load(shape, summary.model_total, row, shape.num_blocks, 0.0)
         model_top, model_total = race.mass_of(model_top, model_total, jnp.float32(1.0))
         mass = race.Mass(model_top[None], None, model_total[None])
     keys = tuple(key[None] for key in own.keys)
@@ -58,17 +59,34 @@ def drawn(shape: Shape, own: Row, raced: Raced, summary: Summary, row, ids, mode
     return Draw(*(a.reshape(()) for a in draw))
 
 
-def race_piece(*refs, shape: Shape, trees):
-    """Pieces: the race of their groups over the kept tokens, in rows that are not drawn yet."""
-    refs, state, end, group_top_ref, out = split(refs, trees)
+def in_winner(shape: Shape, refs, state, end, summary: Summary, raced: Raced, row) -> Draw:
+    """The draw of a row whose pieces have raced."""
+    pieces = lambda ref, other: padded_load(shape, ref, row, shape.num_pieces, other)  # noqa: E731
+    top, total, last = fetch(shape, (state.top, state.total, end), row)
+    own = row_of(shape, refs, row, top, total)
+    best = race.best_score(pieces(raced.high, -jnp.inf), pieces(raced.low, 0.0), pieces(raced.winner, race.NO_ID))
+    won = Raced(*best, jnp.sum(pieces(raced.total, 0.0)))
+    first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
+    ids = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP,), 0)
+    model, x = tokens_at(shape, refs, row, ids, ids < shape.vocab)
+    return drawn(shape, own, won, summary, row, ids, model, jnp.where(kept_of(x, ids, own, last), x, -jnp.inf))
+
+
+def race_rest(*refs, shape: Shape, trees):
+    """Pieces of rows that are not drawn yet: the race of their groups over the kept tokens. The last piece of a row draws."""
+    refs, state, end, summary, settled, _, out, draw, num_raced = split(refs, trees)
 
     def of_piece(row, kind, piece, groups):
+        @pl.when((kind == DRAWN) & (piece == 0))
+        def _():
+            put(shape, draw, row, fetch(shape, settled, row))
+
         @pl.when(kind != DRAWN)
         def _():
             top, total, last = fetch(shape, (state.top, state.total, end), row)
             own = row_of(shape, refs, row, top, total)
             is_there = groups < shape.num_groups
-            group_top = shape.plt.load(group_top_ref.at[row, groups], mask=is_there, other=-jnp.inf)
+            group_top = shape.plt.load(summary.group_top.at[row, groups], mask=is_there, other=-jnp.inf)
             may_win = (kept.ordered_keys(group_top) >= last.key) & prefix.is_above(group_top, own)
 
             def raced():
@@ -80,26 +98,10 @@ def race_piece(*refs, shape: Shape, trees):
                 return Raced(jnp.float32(-jnp.inf), jnp.float32(0.0), jnp.int32(race.NO_ID), jnp.float32(0.0))
 
             put(shape, out, (row, piece), prefix.branch(jnp.max(may_win.astype(jnp.int32)) > 0, raced, nobody))
+            barrier(shape)
+
+            @pl.when(shape.plt.atomic_add(num_raced, (row,), jnp.int32(1)) == shape.num_pieces - 1)
+            def _():
+                put(shape, draw, row, in_winner(shape, refs, state, end, summary, out, row))
 
     for_pieces(shape, state.kind, of_piece)
-
-
-def finish(*refs, shape: Shape, trees):
-    """One row: the draw in the winning group, if it is not drawn yet."""
-    refs, state, end, summary, raced, settled, out = split(refs, trees)
-    row = pl.program_id(0)
-
-    def in_winner():
-        pieces = lambda ref, other: padded_load(shape, ref, row, shape.num_pieces, other)  # noqa: E731
-        top, total, last = fetch(shape, (state.top, state.total, end), row)
-        own = row_of(shape, refs, row, top, total)
-        best = race.best_score(pieces(raced.high, -jnp.inf), pieces(raced.low, 0.0), pieces(raced.winner, race.NO_ID))
-        won = Raced(*best, jnp.sum(pieces(raced.total, 0.0)))
-        first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
-        ids = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP,), 0)
-        model, x = tokens_at(shape, refs, row, ids, ids < shape.vocab)
-        x = jnp.where(kept_of(x, ids, own, last), x, -jnp.inf)
-        return drawn(shape, own, won, summary, row, ids, model, x)
-
-    is_drawn = shape.plt.load(state.kind.at[row]) == DRAWN
-    put(shape, out, row, prefix.branch(is_drawn, lambda: fetch(shape, settled, row), in_winner))

@@ -34,8 +34,8 @@ class Row(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Blocks of (logits, ids), each `[groups, 16]`, in order of id; logits of what does not exist are -inf. Those of `held` are
-    in registers, and `load(block)` fetches further ones."""
+    """Blocks of (logits, ids), each `[groups, 16]`; logits of what does not exist are -inf. The first are `held`, in registers;
+    `load(block)` fetches any of them, and then they are in order of id. Without `load` one is held, and that is all."""
 
     held: tuple
     load: Callable | None = None
@@ -58,15 +58,15 @@ class Few(NamedTuple):
     load: Callable
 
 
-def fold(tokens: Tokens, f, init, start=None):
-    """`carry = f(carry, logits, ids)` over the blocks; `start` is the first block that is fetched."""
+def fold(tokens: Tokens, f, init, start=0):
+    """`carry = f(carry, logits, ids)` over the blocks; `start` is the first of those that are fetched."""
     carry = init
     for x, ids in tokens.held:
         carry = f(carry, x, ids)
     if (load := tokens.load) is None:
         return carry
     one = lambda block, carry: f(carry, *load(jnp.asarray(block, jnp.int32)))  # noqa: E731
-    return lax.fori_loop(len(tokens.held) if start is None else start, tokens.num_blocks, one, carry)
+    return lax.fori_loop(max(start, len(tokens.held)), tokens.num_blocks, one, carry)
 
 
 def branch(condition, a, b):
@@ -180,8 +180,7 @@ def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, few: Few, v
     has_fine = measure is not ones
 
     def measured(x, ids):
-        keys = kept.ordered_keys(x)
-        return keys, ids, measure(x, ids)
+        return kept.ordered_keys(x), measure(x, ids)
 
     held = tuple(measured(*block) for block in tokens.held)
 
@@ -199,8 +198,7 @@ def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, few: Few, v
         middle = jnp.where(by_value, kept.ordered_keys(value), (low >> 1) + (high >> 1) + (low & high & 1))
         middle = jnp.minimum(jnp.maximum(middle, low + 1), high - 1)
 
-        def look(carry, keys, ids, mass):
-            del ids
+        def look(carry, keys, mass):
             whole, fine, least, number_over = carry
             is_over = (keys >= middle) & (keys < high)
             mass = total_of(mass, is_over)
@@ -213,12 +211,11 @@ def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, few: Few, v
         return (jnp.where(yes, least, low), jnp.where(yes, high, middle), jnp.where(yes, above_whole, whole),
                 jnp.where(yes, above_fine, fine), jnp.where(yes, number_over, left - number_over), ~by_value)
 
-    left = fold_measured(lambda left, keys, ids, mass: left + number(in_span(keys)), jnp.int32(0))
+    left = fold_measured(lambda left, keys, mass: left + number(in_span(keys)), jnp.int32(0))
     low, high, *above, left, _ = lax.while_loop(lambda state: (state[0] + 1 < state[1]) & (state[4] > FEW), halve,
                                                 (span.low, span.high, *span.above, left, jnp.bool_(True)))
 
-    def write_down(count, keys, ids, mass):
-        del ids
+    def write_down(count, keys, mass):
         is_in = (keys >= low) & (keys < high)
         in_group = is_in.astype(jnp.int32)
         of_group = jnp.sum(in_group, axis=1, dtype=jnp.int32)
@@ -246,12 +243,11 @@ def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, few: Few, v
 
     key = branch(low + 1 < high, cut_in_16, lambda: low)
     is_tied = lambda keys, mass: (keys == key) & has_mass(mass)  # noqa: E731
-    num_tied = fold_measured(lambda count, keys, ids, mass: count + number(is_tied(keys, mass)), jnp.int32(0))
+    num_tied = fold_measured(lambda count, keys, mass: count + number(is_tied(keys, mass)), jnp.int32(0))
 
     def first_ids():
-        """The id of the last of as many tied tokens as it takes. Blocks, and the ids in them, are in order."""
-        def look_at_tie(carry, keys, ids, mass):
-            del ids
+        """The id of the last of as many tied tokens as it takes. Where there are more blocks than one, ids are in order."""
+        def look_at_tie(carry, keys, mass):
             over, tied = total_of(mass, (keys > key) & (keys < span.high)), is_tied(keys, mass)
             most = [jnp.int32(0) if m is None else jnp.max(jnp.where(tied, m, 0)) for m in mass]
             return carry[0] + over.whole, carry[1] + over.fine, *map(jnp.maximum, carry[2:], most)
@@ -264,14 +260,20 @@ def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, few: Few, v
 
         needed = kept.bisect(too_few, jnp.int32(0), num_tied, vocab.bit_length())[1]
 
-        def count_ties(carry, keys, ids, mass):
+        if tokens.load is None:
+            ((keys, mass),), ((_, ids),) = held, tokens.held
+            tied = is_tied(keys, mass)
+            fewer = lambda id: number(tied & (ids < id)) < needed  # noqa: E731
+            return kept.bisect(fewer, jnp.int32(0), jnp.int32(vocab), vocab.bit_length())[0]
+
+        def count_ties(carry, x, ids):
             count, last = carry
-            tied = is_tied(keys, mass).astype(jnp.int32)
+            tied = is_tied(*measured(x, ids)).astype(jnp.int32)
             of_group = jnp.sum(tied, axis=1, dtype=jnp.int32)
             place = (count + cumsum(of_group) - of_group)[:, None] + cumsum(tied)
             return count + number(of_group), jnp.maximum(last, jnp.max(jnp.where((tied > 0) & (place == needed), ids, -1)))
 
-        return fold_measured(count_ties, (jnp.int32(0), jnp.int32(-1)))[1]
+        return fold(tokens._replace(held=()), count_ties, (jnp.int32(0), jnp.int32(-1)))[1]
 
     return Kept(key, branch(num_tied > 1, first_ids, lambda: jnp.int32(vocab)))
 
@@ -300,9 +302,9 @@ def search(tokens: Tokens, row: Row, span: Span, few: Few, is_whole, vocab: int)
     if row.top_p is not None:
         measure, of_k = masses(row), end
         is_inside = lambda x, ids: kept.is_kept(kept.ordered_keys(x), ids, of_k)  # noqa: E731
-        inside = lambda x, ids: Mass(*(jnp.where(is_inside(x, ids), m, 0) for m in measure(x, ids)))  # noqa: E731
-        base = everything(row)
+        inside, base = measure, everything(row)
         if row.top_k is not None:
+            inside = lambda x, ids: Mass(*(jnp.where(is_inside(x, ids), m, 0) for m in measure(x, ids)))  # noqa: E731
             base = either(is_k, branch(is_k & is_p, lambda: add_up(tokens, measure, is_inside, nothing()), nothing), base)
         target = kept.share(base, row.top_p)
         there = add_up(tokens, inside, in_span, span.above)
@@ -322,7 +324,7 @@ def is_on(row: Row, vocab: int):
 
 
 def undecided_span(samples, row: Row, by_count, lowest, vocab: int):
-    """(low, high): logits between which the end of the prefix is likely to lie, from one logit of each group, `[groups]`.
+    """(low, high): logits between which the end of the prefix is likely to lie, from one logit of each group, of any shape.
 
     What is dropped has nearly known mass: that of the samples below a logit, 16 times, has a standard deviation of at most
     `sqrt(16 w mass)` for weights up to w. Of a count, where w is 1, the share that is not below takes its part away from it.
@@ -333,7 +335,7 @@ def undecided_span(samples, row: Row, by_count, lowest, vocab: int):
     weights = jnp.where(by_count, 1.0, weight_of(samples, row))
 
     def below(value):
-        mass = noise.GROUP * jnp.sum(jnp.where(samples < value, weights, 0.0))
+        mass = noise.GROUP * jnp.sum(jnp.sum(jnp.where(samples < value, weights, 0.0), axis=0))
         largest = jnp.where(by_count, jnp.maximum(1.0 - mass / vocab, 0.0), weight_of(value, row))
         return mass, 3.5 * jnp.sqrt(noise.GROUP * largest * mass)
 

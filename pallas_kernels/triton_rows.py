@@ -13,11 +13,12 @@ from pallas_kernels.kept import Filters, Kept
 from pallas_kernels.logits import Elementwise, model_logits, processed_logits
 from pallas_kernels.triton_prefix import Row
 
-PIECE = 256  # groups of a program that reads whole rows
+PIECE, BLOCK = 256, 128  # groups that a program reads at a time; those of one that only adds up
 LISTED = 256  # groups whose tokens 16 warps hold in registers, and half of the fewest that they list
 STREAMED = 512  # groups that they read at a time where they read a whole row
+LANES = 512  # threads of a program that has 16 warps
 IN_GAP = 256  # tokens of a piece that may lie in the gap
-PROGRAMS = 1056  # that do what is left of the pieces: starting many that have nothing to do takes microseconds
+PROGRAMS = 528  # that do what is left of the pieces: as many as run at a time, for each that starts in vain takes time
 DRAWN, SETTLED, IN_SPAN, WHOLE = range(4)
 
 
@@ -29,6 +30,7 @@ class Shape(NamedTuple):
     scale: float | None
     soft_cap: float | None
     dense: tuple[str, ...]
+    num_keys: int
     filters: tuple[str, ...]
     with_model: bool
     interpret: bool
@@ -47,12 +49,20 @@ class Shape(NamedTuple):
         return pl.cdiv(self.num_groups, self.piece)
 
     @property
+    def block(self) -> int:
+        return min(BLOCK, self.piece)
+
+    @property
+    def num_blocks(self) -> int:
+        return pl.cdiv(self.num_groups, self.block)
+
+    @property
     def listed(self) -> int:
         return min(LISTED, pl.next_power_of_2(self.num_groups))
 
 
 class Summary(NamedTuple):
-    """Of the rows: `[rows, pieces]` and `[rows, groups]`."""
+    """Of the rows: `[rows, blocks]` and `[rows, groups]`."""
 
     top: Any
     total: Any
@@ -92,12 +102,11 @@ class Raced(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Refs that every kernel reads: raw logits f32 [rows, vocab], and by row or by token what `given` lists."""
+    """Refs that every kernel reads: raw logits f32 [rows, vocab]; what `pack` makes of temperatures, keys, filters; by token,
+    or row and token, what `given` lists."""
 
     raw: Any
-    t: Any
-    keys: tuple
-    filters: tuple
+    by_row: Any
     dense: tuple
 
 
@@ -133,11 +142,10 @@ def tokens_of(shape: Shape, refs: Inputs, row, groups, is_there):
     return ids, *tokens_at(shape, refs, row, ids, exists)
 
 
-def piece_of(shape: Shape, program):
-    """(row, piece, its groups) of a piece of all rows."""
-    pieces = jnp.int32(shape.num_pieces)
-    piece = lax.rem(program, pieces)
-    return lax.div(program, pieces), piece, piece * shape.piece + lax.broadcasted_iota(jnp.int32, (shape.piece,), 0)
+def part_of(program, size: int, number: int):
+    """(row, part, its groups) of a program, where a row has so many parts of `size` groups."""
+    part = lax.rem(program, jnp.int32(number))
+    return lax.div(program, jnp.int32(number)), part, part * size + lax.broadcasted_iota(jnp.int32, (size,), 0)
 
 
 def pieces_each(shape: Shape, rows: int) -> int:
@@ -155,7 +163,7 @@ def for_pieces(shape: Shape, kinds, f):
 
         @pl.when(program < rows * shape.num_pieces)
         def _():
-            row, *piece = piece_of(shape, program)
+            row, *piece = part_of(program, shape.piece, shape.num_pieces)
             f(row, shape.plt.load(kinds.at[row]), *piece)
 
     if each == 1:
@@ -166,9 +174,12 @@ def for_pieces(shape: Shape, kinds, f):
 
 def row_of(shape: Shape, refs: Inputs, row, top: Any = None, total: Any = None) -> Row:
     """Loads what is given of a row; `top` and `total` are of its logits, once they are known."""
-    number = lambda ref: shape.plt.load(ref.at[row])  # noqa: E731
-    filters = dict(zip(shape.filters, map(number, refs.filters), strict=True))
-    return Row(tuple(map(number, refs.keys)), number(refs.t), top, total, *map(filters.get, Filters._fields))
+    word = lambda i: shape.plt.load(refs.by_row.at[jnp.int32(i), row])  # noqa: E731
+    first = 2 + shape.num_keys
+    filters = {name: lax.bitcast_convert_type(word(first + i), jnp.int32 if name == "top_k" else jnp.float32)
+               for i, name in enumerate(shape.filters)}
+    t = lax.bitcast_convert_type(word(0), jnp.float32)
+    return Row(tuple(word(2 + i) for i in range(shape.num_keys)), t, top, total, *map(filters.get, Filters._fields))
 
 
 def fetch(shape: Shape, refs, where):
@@ -185,6 +196,21 @@ def padded_load(shape: Shape, ref, row, size: int, other):
     """`[next power of 2]`: the first `size` entries of a row."""
     place = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(size),), 0)
     return shape.plt.load(ref.at[row, place], mask=place < size, other=other)
+
+
+def spread_iota(size: int):
+    """`[n, LANES]`: 0, 1, ... to the next power of 2 of `size`. A thread has a column, and adds it up alone."""
+    size = pl.next_power_of_2(size)
+    lanes = min(LANES, size)
+    row, lane = (lax.broadcasted_iota(jnp.int32, (size // lanes, lanes), axis) for axis in range(2))
+    return row * lanes + lane
+
+
+def spread_load(shape: Shape, ref, row, size: int, other):
+    """As `padded_load`, of the shape of `spread_iota`."""
+    place = spread_iota(size)
+    start = jnp.minimum(row, 0)  # 0; Triton cannot tell, gives a thread no four neighbours, and need not shuffle them later
+    return shape.plt.load(ref.at[row, start + place], mask=place < size, other=other)
 
 
 def scatter(shape: Shape, ref, row, places, values, mask):

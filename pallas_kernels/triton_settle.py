@@ -24,18 +24,21 @@ from pallas_kernels.triton_rows import (
     row_of,
     scatter,
     split,
+    spread_iota,
+    spread_load,
     tokens_of,
 )
 
 
 def settle(*refs, shape: Shape, trees):
     """One row: the end of its prefix, or where to look for it."""
-    refs, given, out, draw, list_ref, few_ref = split(refs, trees)
+    refs, given, out, draw, num_raced, list_ref, few_ref = split(refs, trees)
     row = pl.program_id(0)
-    pieces = lambda ref, other: padded_load(shape, ref, row, shape.num_pieces, other)  # noqa: E731
-    t = shape.plt.load(refs.t.at[row])
-    top, total = race.mass_of(pieces(given.top, -jnp.inf), pieces(given.total, 0.0), t)
-    own = row_of(shape, refs, row, top, total)
+    group_top = spread_load(shape, given.group_top, row, shape.num_groups, -jnp.inf)  # first: the rest waits for less then
+    pieces = lambda ref, other: padded_load(shape, ref, row, shape.num_blocks, other)  # noqa: E731
+    own = row_of(shape, refs, row)
+    top, total = race.mass_of(pieces(given.top, -jnp.inf), pieces(given.total, 0.0), own.t)
+    own = own._replace(top=top, total=total)
     has_law = finishing.has_law(top, total)
     is_k, is_p = (has_law & on for on in prefix.is_on(own, shape.vocab))
     if own.top_k is not None:
@@ -43,10 +46,9 @@ def settle(*refs, shape: Shape, trees):
     if own.top_p is not None:
         own = own._replace(top_p=jnp.where(is_p, own.top_p, 1.0))
 
-    group_top = padded_load(shape, given.group_top, row, shape.num_groups, -jnp.inf)
-    over = lambda low: jnp.sum(group_top >= low, dtype=jnp.int32)  # noqa: E731
-    lowest = jnp.min(jnp.where(group_top > -jnp.inf, group_top, jnp.inf))
-    is_whole = jnp.sum(group_top > -jnp.inf, dtype=jnp.int32) <= shape.listed
+    over = lambda low: prefix.number(jnp.sum(group_top >= low, axis=0, dtype=jnp.int32))  # noqa: E731
+    lowest = jnp.min(jnp.min(jnp.where(group_top > -jnp.inf, group_top, jnp.inf), axis=0))
+    is_whole = over(prefix.LEAST_FINITE) <= shape.listed
     wanted = jnp.int32(shape.listed // 2)
     if own.top_k is not None:
         wanted = jnp.minimum(jnp.maximum(wanted, own.top_k), shape.listed - shape.listed // 8)
@@ -62,10 +64,11 @@ def settle(*refs, shape: Shape, trees):
                                           (lowest, top, over(top), jnp.int32(0)))
     lowest_listed = jnp.where(is_whole, prefix.LEAST_FINITE, jnp.where(num_over > shape.listed, jnp.inf, high))
     is_listed = (group_top >= lowest_listed) & (group_top < jnp.inf)
-    place = prefix.cumsum(is_listed.astype(jnp.int32)) - 1
-    num_listed = jnp.sum(is_listed, dtype=jnp.int32)
-    groups = lax.broadcasted_iota(jnp.int32, is_listed.shape, 0)
-    scatter(shape, list_ref, row, place, groups, is_listed & (place < shape.listed))
+    in_lane = is_listed.astype(jnp.int32)
+    of_lane = jnp.sum(in_lane, axis=0, dtype=jnp.int32)
+    num_listed = prefix.number(of_lane)
+    place = (prefix.cumsum(of_lane) - of_lane)[None] + lax.cumsum(in_lane, axis=0) - 1
+    scatter(shape, list_ref, row, place, spread_iota(shape.num_groups), is_listed & (place < shape.listed))
     barrier(shape)
     place = lax.broadcasted_iota(jnp.int32, (shape.listed,), 0)
     groups = shape.plt.load(list_ref.at[row, place], mask=place < num_listed, other=0)
@@ -77,8 +80,8 @@ def settle(*refs, shape: Shape, trees):
         is_drawn |= ~prefix.is_above(lowest_listed, own) & ~(is_k & is_p)
 
     def guessed():
-        samples = padded_load(shape, given.sample, row, shape.num_groups, jnp.inf)
-        start = jnp.min(jnp.where(samples > -jnp.inf, samples, jnp.inf))
+        samples = spread_load(shape, given.sample, row, shape.num_groups, jnp.inf)
+        start = jnp.min(jnp.min(jnp.where(samples > -jnp.inf, samples, jnp.inf), axis=0))
         low, high = prefix.undecided_span(samples, own, is_k, start, shape.vocab)
         low = kept.ordered_keys(jnp.where(low > start, low, prefix.LEAST_FINITE))
         high = kept.ordered_keys(high) + (high >= top).astype(jnp.int32)
@@ -97,4 +100,4 @@ def settle(*refs, shape: Shape, trees):
     put(shape, draw, row, prefix.branch(is_drawn, drawn_here, none))
     done = lambda: (jnp.where(is_drawn, jnp.int32(DRAWN), jnp.int32(SETTLED)), jnp.int32(0), jnp.int32(0))  # noqa: E731
     kind, low, high = prefix.branch(is_drawn | ~(is_k | is_p), done, guessed)
-    put(shape, out, row, State(kind, top, total, low, high, found.end))
+    put(shape, (out, num_raced), row, (State(kind, top, total, low, high, found.end), jnp.int32(0)))

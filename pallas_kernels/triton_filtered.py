@@ -54,9 +54,8 @@ from pallas_kernels.triton_settle import settle
 def summarise(*refs, shape: Shape, trees):
     """One block: masses, the largest logit of each group, and one of its logits."""
     refs, out = split(refs, trees)
-    row, block, groups = part_of(pl.program_id(0), shape.block, shape.num_blocks)
+    row, block, groups, is_there = part_of(shape, pl.program_id(0), shape.block)
     own = row_of(shape, refs, row)
-    is_there = groups < shape.num_groups
     _, model, x = tokens_of(shape, refs, row, groups, is_there)
     group_top = jnp.max(x, axis=1)
     top = jnp.max(group_top)
@@ -67,7 +66,7 @@ def summarise(*refs, shape: Shape, trees):
         total = jnp.sum(jnp.exp(model - race.finite_or_zero(top)))
         put(shape, (out.model_top, out.model_total), (row, block), (top, total))
     ids = noise.GROUP * groups + ((5 * (groups + (groups >> 4))) & (noise.GROUP - 1))
-    sample = tokens_at(shape, refs, row, ids, ids < shape.vocab)[1]
+    sample = tokens_at(shape, refs, row, jnp.minimum(ids, shape.vocab - 1), ids < shape.vocab)[1]
     for ref, value in ((out.group_top, group_top), (out.sample, sample)):
         shape.plt.store(ref.at[row, groups], value, mask=is_there)
 
@@ -104,9 +103,9 @@ def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, vocab, v
     end, listed = Kept(of(i32), of(i32)), of(i32, shape.num_pieces * IN_GAP)
     summary, = launch(summarise, rows * shape.num_blocks, 4, (inputs,), (Summary(block, block, model, model, group, group),))
     state = State(of(i32), row, row, of(i32), of(i32), end)
-    few, out = of(i32, 3 * FEW), Draw(of(i32), row, row, row, row)
+    few, out = of(i32, FEW), Draw(of(i32), row, row, row, row)
     lists = of(i32, shape.listed), few
-    state, settled, num_raced, *_ = launch(settle, rows, 16, (inputs, summary), (state, out, of(i32), *lists))
+    state, settled, num_raced, *_ = launch(settle, rows, 8, (inputs, summary), (state, out, of(i32), *lists))
     programs = pl.cdiv(programs, pieces_each(shape, rows))
     swept, = launch(sweep, programs, 4, (inputs, state), (Sweep(count, count, count, listed),))
     end, *_ = launch(conclude, rows, 16, (inputs, state, swept), (end, listed, few))

@@ -18,6 +18,8 @@ from pallas_kernels.triton_rows import (
     fetch,
     few_of,
     for_pieces,
+    groups_from,
+    listed_ids,
     padded_load,
     put,
     row_of,
@@ -32,12 +34,12 @@ def sweep(*refs, shape: Shape, trees):
     """Pieces of rows that are not settled."""
     refs, state, out = split(refs, trees)
 
-    def of_piece(row, kind, piece, groups):
+    def of_piece(row, kind, piece, groups, is_there):
         @pl.when(kind == IN_SPAN)
         def _():
             known = fetch(shape, state, row)
             own = row_of(shape, refs, row, known.top, known.total)
-            ids, _model, x = tokens_of(shape, refs, row, groups, groups < shape.num_groups)
+            ids, _, x = tokens_of(shape, refs, row, groups, is_there)
             is_over = x >= kept.logits_of(known.high)
             mass: Mass = Mass(prefix.number(is_over), jnp.int32(0))
             if own.top_p is not None:
@@ -64,15 +66,14 @@ def conclude(*refs, shape: Shape, trees):
     """One row: the end of its prefix, if that is not settled yet."""
     refs, state, swept, out, list_ref, few_ref = split(refs, trees)
     row = pl.program_id(0)
-    known, few = fetch(shape, state, row), few_of(shape, few_ref, row)
+    known, few = fetch(shape, state, row), few_of(shape, refs, few_ref, row)
 
     def in_row():
         """Among all tokens."""
         size = min(STREAMED, pl.next_power_of_2(shape.num_groups))
 
         def load(block):
-            groups = block * size + lax.broadcasted_iota(jnp.int32, (size,), 0)
-            ids, _, x = tokens_of(shape, refs, row, groups, groups < shape.num_groups)
+            ids, _, x = tokens_of(shape, refs, row, *groups_from(block * size, size, shape.num_groups))
             return x, ids
 
         span = Span(kept.ordered_keys(jnp.float32(prefix.LEAST_FINITE)), kept.ordered_keys(known.top) + 1, prefix.nothing())
@@ -94,7 +95,7 @@ def conclude(*refs, shape: Shape, trees):
         def load(block):
             place = lax.broadcasted_iota(jnp.int32, (shape.listed, noise.GROUP), 0) * noise.GROUP
             place = block * size + place + lax.broadcasted_iota(jnp.int32, (shape.listed, noise.GROUP), 1)
-            ids = shape.plt.load(list_ref.at[row, place], mask=place < num_listed, other=0)
+            ids = listed_ids(shape, list_ref, row, place, num_listed)
             return tokens_at(shape, refs, row, ids, place < num_listed)[1], ids
 
         own = row_of(shape, refs, row, known.top, known.total)

@@ -68,7 +68,7 @@ def in_winner(shape: Shape, refs, state, end, summary: Summary, raced: Raced, ro
     won = Raced(*best, jnp.sum(pieces(raced.total, 0.0)))
     first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
     ids = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP,), 0)
-    model, x = tokens_at(shape, refs, row, ids, ids < shape.vocab)
+    model, x = tokens_at(shape, refs, row, jnp.minimum(ids, shape.vocab - 1), ids < shape.vocab)
     return drawn(shape, own, won, summary, row, ids, model, jnp.where(kept_of(x, ids, own, last), x, -jnp.inf))
 
 
@@ -76,7 +76,7 @@ def race_rest(*refs, shape: Shape, trees):
     """Pieces of rows that are not drawn yet: the race of their groups over the kept tokens. The last piece of a row draws."""
     refs, state, end, summary, settled, _, out, draw, num_raced = split(refs, trees)
 
-    def of_piece(row, kind, piece, groups):
+    def of_piece(row, kind, piece, groups, is_there):
         @pl.when((kind == DRAWN) & (piece == 0))
         def _():
             put(shape, draw, row, fetch(shape, settled, row))
@@ -85,12 +85,12 @@ def race_rest(*refs, shape: Shape, trees):
         def _():
             top, total, last = fetch(shape, (state.top, state.total, end), row)
             own = row_of(shape, refs, row, top, total)
-            is_there = groups < shape.num_groups
-            group_top = shape.plt.load(summary.group_top.at[row, groups], mask=is_there, other=-jnp.inf)
+            group_top = jnp.where(is_there, shape.plt.load(summary.group_top.at[row, groups]), -jnp.inf)
             may_win = (kept.ordered_keys(group_top) >= last.key) & prefix.is_above(group_top, own)
 
+            ids, _, x = tokens_of(shape, refs, row, groups, is_there)  # here, not in the branch: so all are fetched at once
+
             def raced():
-                ids, _, x = tokens_of(shape, refs, row, groups, may_win)
                 first_ids = noise.GROUP * jnp.where(may_win, groups, 0)  # from a load: so each thread makes noise of its own
                 return race_of(own, last, group_top, ids, x, first_ids)
 

@@ -18,7 +18,7 @@ from pallas_kernels.logits import LOG2_E, inverse_temperature
 
 MOST = 2**31 - 1
 LEAST_FINITE = -3.4028235e38
-FEW = 512  # tokens of which the threads of a row hold one each
+FEW = 512  # tokens among which 16 edges are tried at a time
 
 
 class Row(NamedTuple):
@@ -51,8 +51,8 @@ class Span(NamedTuple):
 
 
 class Few(NamedTuple):
-    """Memory for columns of a few int32 numbers: `store(places, columns, mask)` writes them, `load(number, num_columns)` reads
-    them back, `[FEW]` each, with zeros from `number` on."""
+    """Memory for the ids of a few tokens: `store(places, ids, mask)` writes them, `load(number)` reads them back with their
+    logits, (logits, ids) `[1, FEW]`; from `number` on the logits are -inf."""
 
     store: Callable
     load: Callable
@@ -177,7 +177,6 @@ def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, few: Few, v
     The few are written down and read again, one by a thread, and a round cuts their span into 16.
     """
     in_span = lambda keys: (keys >= span.low) & (keys < span.high)  # noqa: E731
-    has_fine = measure is not ones
 
     def measured(x, ids):
         return kept.ordered_keys(x), measure(x, ids)
@@ -215,18 +214,16 @@ def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, few: Few, v
     low, high, *above, left, _ = lax.while_loop(lambda state: (state[0] + 1 < state[1]) & (state[4] > FEW), halve,
                                                 (span.low, span.high, *span.above, left, jnp.bool_(True)))
 
-    def write_down(count, keys, mass):
-        is_in = (keys >= low) & (keys < high)
+    def write_down(count, x, ids):
+        is_in = (kept.ordered_keys(x) >= low) & (kept.ordered_keys(x) < high)
         in_group = is_in.astype(jnp.int32)
         of_group = jnp.sum(in_group, axis=1, dtype=jnp.int32)
-        places = (count + cumsum(of_group) - of_group)[:, None] + cumsum(in_group) - 1
-        few.store(places, (keys, *(m for m in mass if m is not None)), is_in)
+        few.store((count + cumsum(of_group) - of_group)[:, None] + cumsum(in_group) - 1, ids, is_in)
         return count + number(of_group)
 
     def cut_in_16():
-        fold_measured(write_down, jnp.int32(0))
-        keys, *mass = few.load(left, 3 if has_fine else 2)
-        keys, mass = keys[:, None], Mass(mass[0][:, None], mass[1][:, None] if has_fine else None)
+        fold(tokens, write_down, jnp.int32(0))
+        keys, mass = jax.tree.map(lambda a: jnp.max(a, axis=0)[:, None], measured(*few.load(left)))
 
         def cut(ends):
             def edges(shape):

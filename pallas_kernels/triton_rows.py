@@ -1,5 +1,6 @@
 """What the kernels of `triton_filtered` have in common: the shape of a call, what they hand on, and how they read a row."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from pallas_kernels.triton_prefix import Row
 PIECE, BLOCK = 256, 128  # groups that a program reads at a time; those of one that only adds up
 LISTED = 256  # groups whose tokens 16 warps hold in registers, and half of the fewest that they list
 STREAMED = 512  # groups that they read at a time where they read a whole row
-LANES = 512  # threads of a program that has 16 warps
+LANES = 256  # threads of a program that has 8 warps
 IN_GAP = 256  # tokens of a piece that may lie in the gap
 PROGRAMS = 528  # that do what is left of the pieces: as many as run at a time, for each that starts in vain takes time
 DRAWN, SETTLED, IN_SPAN, WHOLE = range(4)
@@ -120,32 +121,51 @@ def split(refs, trees):
 
 
 def tokens_at(shape: Shape, refs: Inputs, row, ids, exists):
-    """(model logits, processed logits) of token ids of one row, of any shape; -inf where they do not exist."""
-    def read(ref, other):
-        x = shape.plt.load(ref.at[ids] if len(ref.shape) == 1 else ref.at[row, ids], mask=exists, other=other)
-        return x != 0 if x.dtype == jnp.int8 else x
+    """(model logits, processed logits) of token ids of one row, of any shape; -inf where they do not `exist`.
 
+    The ids are all in the vocabulary: with a mask, and a predicate for each of its words, one load waits for another.
+    """
+    raw, *dense = (shape.plt.load(ref.at[ids] if len(ref.shape) == 1 else ref.at[row, ids]) for ref in (refs.raw, *refs.dense))
     if not shape.dense and shape.scale is None and shape.soft_cap is None:
-        x = read(refs.raw, -jnp.inf)
+        x = jnp.where(exists, raw, -jnp.inf)
         return x, x
-    own = Elementwise(**{name: read(ref, 0) for name, ref in zip(shape.dense, refs.dense, strict=True)})
-    model = model_logits(read(refs.raw, 0.0), shape.scale, shape.soft_cap, own.weight_scale)
+    dense = (x != 0 if x.dtype == jnp.int8 else x for x in dense)
+    own = Elementwise(**dict(zip(shape.dense, dense, strict=True)))
+    model = model_logits(raw, shape.scale, shape.soft_cap, own.weight_scale)
     return processed_logits(model, Elementwise(), exists), processed_logits(model, own, exists)
 
 
 def tokens_of(shape: Shape, refs: Inputs, row, groups, is_there):
-    """(ids, model logits, processed logits) of groups `[n]`, each `[n, 16]`."""
+    """(ids, model logits, processed logits) of groups `[n]` of the vocabulary, each `[n, 16]`; -inf where not `is_there`."""
     ids = noise.GROUP * groups[:, None] + lax.broadcasted_iota(jnp.int32, (1, noise.GROUP), 1)
     exists = jnp.broadcast_to(is_there[:, None], ids.shape)
     if shape.vocab % noise.GROUP:
         exists &= ids < shape.vocab
+        ids = jnp.minimum(ids, shape.vocab - 1)
     return ids, *tokens_at(shape, refs, row, ids, exists)
 
 
-def part_of(program, size: int, number: int):
-    """(row, part, its groups) of a program, where a row has so many parts of `size` groups."""
-    part = lax.rem(program, jnp.int32(number))
-    return lax.div(program, jnp.int32(number)), part, part * size + lax.broadcasted_iota(jnp.int32, (size,), 0)
+def groups_from(start, size: int, number: int):
+    """(groups `[size]`, which of them to look at): those from `start` on. The last few of a row come with some before them, so
+    that reads need neither a mask nor more than one address."""
+    groups = lax.broadcasted_iota(jnp.int32, (size,), 0)
+    if number < size:
+        return jnp.minimum(groups, number - 1), groups < number
+    groups += jnp.minimum(start, number - size)
+    return groups, groups >= start
+
+
+def listed_ids(shape: Shape, ref, row, places, number):
+    """The first `number` ids of a list, `[rows, n]`, at some places; 0 from there on. Reads without a mask, too."""
+    is_there = places < number
+    return jnp.where(is_there, shape.plt.load(ref.at[row, jnp.where(is_there, places, 0)]), 0)
+
+
+def part_of(shape: Shape, program, size: int):
+    """(row, part, its groups, which of them to look at) of a program, where a part of a row has `size` groups."""
+    number = jnp.int32(pl.cdiv(shape.num_groups, size))
+    part = lax.rem(program, number)
+    return lax.div(program, number), part, *groups_from(part * size, size, shape.num_groups)
 
 
 def pieces_each(shape: Shape, rows: int) -> int:
@@ -154,7 +174,7 @@ def pieces_each(shape: Shape, rows: int) -> int:
 
 
 def for_pieces(shape: Shape, kinds, f):
-    """`f(row, kind, piece, its groups)` for the pieces of this program; `kinds` `[rows]` are loaded."""
+    """`f(row, kind, piece, its groups, which to look at)` for the pieces of this program; `kinds` `[rows]` are loaded."""
     rows = kinds.shape[0]
     each = pieces_each(shape, rows)
 
@@ -163,7 +183,7 @@ def for_pieces(shape: Shape, kinds, f):
 
         @pl.when(program < rows * shape.num_pieces)
         def _():
-            row, *piece = part_of(program, shape.piece, shape.num_pieces)
+            row, *piece = part_of(shape, program, shape.piece)
             f(row, shape.plt.load(kinds.at[row]), *piece)
 
     if each == 1:
@@ -225,15 +245,12 @@ def barrier(shape: Shape):
         shape.plt.debug_barrier()
 
 
-def few_of(shape: Shape, ref, row) -> prefix.Few:
-    """Memory for a few tokens of a row, `ref` int32 `[rows, 3 * FEW]`."""
-    def store(places, columns, mask):
-        for i, column in enumerate(columns):
-            scatter(shape, ref, row, i * prefix.FEW + places, column, mask)
-
-    def load(number, columns):
+def few_of(shape: Shape, refs: Inputs, ref, row) -> prefix.Few:
+    """Memory for a few tokens of a row, `ref` int32 `[rows, FEW]`."""
+    def load(number):
         barrier(shape)
-        place = lax.broadcasted_iota(jnp.int32, (prefix.FEW,), 0)
-        return [shape.plt.load(ref.at[row, i * prefix.FEW + place], mask=place < number, other=0) for i in range(columns)]
+        place = lax.broadcasted_iota(jnp.int32, (1, prefix.FEW), 1)
+        ids = listed_ids(shape, ref, row, place, number)
+        return tokens_at(shape, refs, row, ids, place < number)[1], ids
 
-    return prefix.Few(store, load)
+    return prefix.Few(functools.partial(scatter, shape, ref, row), load)

@@ -19,6 +19,7 @@ from pallas_kernels.triton_rows import (
     State,
     barrier,
     few_of,
+    listed_ids,
     padded_load,
     put,
     row_of,
@@ -71,10 +72,10 @@ def settle(*refs, shape: Shape, trees):
     scatter(shape, list_ref, row, place, spread_iota(shape.num_groups), is_listed & (place < shape.listed))
     barrier(shape)
     place = lax.broadcasted_iota(jnp.int32, (shape.listed,), 0)
-    groups = shape.plt.load(list_ref.at[row, place], mask=place < num_listed, other=0)
+    groups = listed_ids(shape, list_ref, row, place, num_listed)
     ids, model, x = tokens_of(shape, refs, row, groups, place < num_listed)
     span = Span(kept.ordered_keys(lowest_listed), kept.ordered_keys(top) + 1, prefix.nothing())
-    found = prefix.search(Tokens(((x, ids),)), own, span, few_of(shape, few_ref, row), is_whole, shape.vocab)
+    found = prefix.search(Tokens(((x, ids),)), own, span, few_of(shape, refs, few_ref, row), is_whole, shape.vocab)
     is_drawn = ~has_law | is_whole | found.is_found  # the tokens listed have all that are kept
     if own.min_p is not None:  # it ends before the others do
         is_drawn |= ~prefix.is_above(lowest_listed, own) & ~(is_k & is_p)

@@ -34,6 +34,7 @@ from pallas_kernels.triton_merge import pack
 from pallas_kernels.triton_prefix import FEW
 from pallas_kernels.triton_rows import (
     IN_GAP,
+    WARPS_TO_SETTLE,
     Inputs,
     Raced,
     Shape,
@@ -44,6 +45,7 @@ from pallas_kernels.triton_rows import (
     pieces_each,
     put,
     row_of,
+    scatter,
     split,
     tokens_at,
     tokens_of,
@@ -65,10 +67,11 @@ def summarise(*refs, shape: Shape, trees):
         top = jnp.max(model)
         total = jnp.sum(jnp.exp(model - race.finite_or_zero(top)))
         put(shape, (out.model_top, out.model_total), (row, block), (top, total))
-    ids = noise.GROUP * groups + ((5 * (groups + (groups >> 4))) & (noise.GROUP - 1))
-    sample = tokens_at(shape, refs, row, jnp.minimum(ids, shape.vocab - 1), ids < shape.vocab)[1]
-    for ref, value in ((out.group_top, group_top), (out.sample, sample)):
-        shape.plt.store(ref.at[row, groups], value, mask=is_there)
+    scatter(shape, out.group_top, row, groups, group_top, is_there)
+    if shape.has_prefix:
+        ids = noise.GROUP * groups + ((5 * (groups + (groups >> 4))) & (noise.GROUP - 1))
+        sample = tokens_at(shape, refs, row, jnp.minimum(ids, shape.vocab - 1), ids < shape.vocab)[1]
+        scatter(shape, out.sample, row, groups, sample, is_there)
 
 
 def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, vocab, vocab_axis=0, precision=None,
@@ -96,19 +99,21 @@ def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, vocab, v
                              name=f"gumbeljax_{kernel.__name__}")(*of_call)
         return jax.tree.unflatten(jax.tree.structure(outputs), out)
 
-    programs, row = rows * shape.num_pieces, of(f32)
-    piece, count, group = of(f32, shape.num_pieces), of(i32, shape.num_pieces), of(f32, shape.num_groups)
-    block = of(f32, shape.num_blocks)
+    number, row, last = of(i32), of(f32), Kept(of(i32), of(i32))
+    piece, count = of(f32, shape.num_pieces), of(i32, shape.num_pieces)
+    block, group = of(f32, shape.num_blocks), of(f32, shape.num_groups)
+    few, in_gap = of(i32, FEW), of(i32, shape.num_pieces * IN_GAP)
+    token = Draw(number, row, row, row, row)
+
     model = block if with_log_probs else None
-    end, listed = Kept(of(i32), of(i32)), of(i32, shape.num_pieces * IN_GAP)
-    summary, = launch(summarise, rows * shape.num_blocks, 4, (inputs,), (Summary(block, block, model, model, group, group),))
-    state = State(of(i32), row, row, of(i32), of(i32), end)
-    few, out = of(i32, FEW), Draw(of(i32), row, row, row, row)
-    lists = of(i32, shape.listed), few
-    state, settled, num_raced, *_ = launch(settle, rows, 8, (inputs, summary), (state, out, of(i32), *lists))
-    programs = pl.cdiv(programs, pieces_each(shape, rows))
-    swept, = launch(sweep, programs, 4, (inputs, state), (Sweep(count, count, count, listed),))
-    end, *_ = launch(conclude, rows, 16, (inputs, state, swept), (end, listed, few))
+    summary = Summary(block, block, model, model, group, group if shape.has_prefix else None)
+    summary, = launch(summarise, rows * shape.num_blocks, 4, (inputs,), (summary,))
+    state, settled, num_raced, *_ = launch(settle, rows, WARPS_TO_SETTLE, (inputs, summary), (
+        State(number, row, row, number, number, last), token, number, of(i32, shape.listed), few))
+    end, programs = state.end, pl.cdiv(rows * shape.num_pieces, pieces_each(shape, rows))
+    if shape.has_prefix:
+        swept, = launch(sweep, programs, 4, (inputs, state), (Sweep(count, count, count, in_gap),))
+        end, *_ = launch(conclude, rows, 16, (inputs, state, swept), (last, in_gap, few))
     _, out, _ = launch(race_rest, programs, 4, (inputs, state, end, summary, settled, num_raced),
-                       (Raced(piece, piece, count, piece), out, of(i32)), is_last_shared=True)
+                       (Raced(piece, piece, count, piece), token, number), is_last_shared=True)
     return out, end

@@ -17,9 +17,10 @@ from pallas_kernels.triton_prefix import Row
 PIECE, BLOCK = 256, 128  # groups that a program reads at a time; those of one that only adds up
 LISTED = 256  # groups whose tokens 16 warps hold in registers, and half of the fewest that they list
 STREAMED = 512  # groups that they read at a time where they read a whole row
-LANES = 256  # threads of a program that has 8 warps
+WARPS_TO_SETTLE = 8
+LANES = 32 * WARPS_TO_SETTLE  # threads of a program that settles a row
 IN_GAP = 256  # tokens of a piece that may lie in the gap
-PROGRAMS = 528  # that do what is left of the pieces: as many as run at a time, for each that starts in vain takes time
+PROGRAMS = 396  # that do what is left of the pieces: as many as run at a time, for each that starts in vain takes time
 DRAWN, SETTLED, IN_SPAN, WHOLE = range(4)
 
 
@@ -35,6 +36,11 @@ class Shape(NamedTuple):
     filters: tuple[str, ...]
     with_model: bool
     interpret: bool
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether a filter is there whose end has to be searched."""
+        return "top_k" in self.filters or "top_p" in self.filters
 
     @property
     def num_groups(self) -> int:
@@ -70,7 +76,7 @@ class Summary(NamedTuple):
     model_top: Any  # None without log-probs, as the next
     model_total: Any
     group_top: Any
-    sample: Any
+    sample: Any  # None where nothing is to be searched
 
 
 class State(NamedTuple):
@@ -179,7 +185,7 @@ def for_pieces(shape: Shape, kinds, f):
     each = pieces_each(shape, rows)
 
     def one(i, _=None):
-        program = pl.program_id(0) * each + i
+        program = pl.program_id(0) * each + jnp.asarray(i, jnp.int32)
 
         @pl.when(program < rows * shape.num_pieces)
         def _():

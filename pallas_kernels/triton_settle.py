@@ -100,5 +100,6 @@ def settle(*refs, shape: Shape, trees):
     none = lambda: Draw(jnp.int32(-1), *[jnp.float32(jnp.nan)] * 4)  # noqa: E731
     put(shape, draw, row, prefix.branch(is_drawn, drawn_here, none))
     done = lambda: (jnp.where(is_drawn, jnp.int32(DRAWN), jnp.int32(SETTLED)), jnp.int32(0), jnp.int32(0))  # noqa: E731
-    kind, low, high = prefix.branch(is_drawn | ~(is_k | is_p), done, guessed)
+    rest = guessed if shape.has_prefix else done
+    kind, low, high = prefix.branch(is_drawn | ~(is_k | is_p), done, rest)
     put(shape, (out, num_raced), row, (State(kind, top, total, low, high, found.end), jnp.int32(0)))

@@ -188,7 +188,7 @@ def test_every_configuration_lowers(device, vocab, d_model, rows):
                 draw(Elementwise(0.5, 30.0, bias, mask), Filters(None, t, None), with_log_probs=True))
 
     text = lower(everything, device, h, w, words, number, count, bias, mask).as_text()
-    assert text.count("__gpu$xla.gpu.triton") >= 18 or text.count("triton") >= 18
+    assert text.count("__gpu$xla.gpu.triton") >= 15 or text.count("triton") >= 15
 
 
 def test_the_public_function_runs_them_on_a_gpu():
@@ -213,11 +213,12 @@ def test_the_public_function_runs_them_on_a_gpu():
     assert chosen == ["xla", "xla", "triton", "xla"] and "gumbeljax_settle" in text
 
 
-def test_lowering_in_64_bit_mode():
+@pytest.mark.parametrize("rows", [16, 300])  # so many that programs have several pieces
+def test_lowering_in_64_bit_mode(rows):
     with jax.enable_x64(True):
         shape = jax.ShapeDtypeStruct
         f = functools.partial(triton_filtered.draw, plt=plt, vocab=5009)
-        words = (shape((16,), jnp.uint32),) * 2
-        h, w, t = (shape(s, jnp.float32) for s in [(16, 64), (5009, 64), (16,)])
+        words = (shape((rows,), jnp.uint32),) * 2
+        h, w, t = (shape(s, jnp.float32) for s in [(rows, 64), (5009, 64), (rows,)])
         draw = lambda h, w, words, t, k: f(h, w, words, t, Elementwise(), Filters(k, t, t))  # noqa: E731
-        assert "triton" in lower(draw, DEVICES[0], h, w, words, t, shape((16,), jnp.int32)).as_text()
+        assert "triton" in lower(draw, DEVICES[0], h, w, words, t, shape((rows,), jnp.int32)).as_text()

@@ -32,25 +32,9 @@ from pallas_kernels.triton_gap import conclude, sweep
 from pallas_kernels.triton_kept import race_rest
 from pallas_kernels.triton_merge import pack
 from pallas_kernels.triton_prefix import FEW
-from pallas_kernels.triton_rows import (
-    IN_GAP,
-    WARPS_TO_SETTLE,
-    Inputs,
-    Raced,
-    Shape,
-    State,
-    Summary,
-    Sweep,
-    part_of,
-    pieces_each,
-    put,
-    row_of,
-    scatter,
-    split,
-    tokens_at,
-    tokens_of,
-)
+from pallas_kernels.triton_rows import part_of, pieces_each, put, row_of, scatter, split, tokens_at, tokens_of
 from pallas_kernels.triton_settle import settle
+from pallas_kernels.triton_shapes import IN_GAP, WARPS_TO_SETTLE, Inputs, Raced, Shape, State, Summary, Sweep
 
 
 def summarise(*refs, shape: Shape, trees):

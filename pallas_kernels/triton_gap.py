@@ -7,13 +7,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels import kept, noise
 from pallas_kernels import triton_prefix as prefix
 from pallas_kernels.kept import Mass
-from pallas_kernels.triton_prefix import Found, Span, Tokens
+from pallas_kernels.triton_prefix import Span, Tokens
 from pallas_kernels.triton_rows import (
-    IN_GAP,
-    IN_SPAN,
-    SETTLED,
-    STREAMED,
-    Shape,
     barrier,
     fetch,
     few_of,
@@ -28,6 +23,8 @@ from pallas_kernels.triton_rows import (
     tokens_at,
     tokens_of,
 )
+from pallas_kernels.triton_search import Found, search
+from pallas_kernels.triton_shapes import IN_GAP, IN_SPAN, SETTLED, STREAMED, Shape
 
 
 def sweep(*refs, shape: Shape, trees):
@@ -39,7 +36,7 @@ def sweep(*refs, shape: Shape, trees):
         def _():
             known = fetch(shape, state, row)
             own = row_of(shape, refs, row, known.top, known.total)
-            ids, _, x = tokens_of(shape, refs, row, groups, is_there)
+            ids, _model, x = tokens_of(shape, refs, row, groups, is_there)
             is_over = x >= kept.logits_of(known.high)
             mass: Mass = Mass(prefix.number(is_over), jnp.int32(0))
             if own.top_p is not None:
@@ -79,7 +76,7 @@ def conclude(*refs, shape: Shape, trees):
         span = Span(kept.ordered_keys(jnp.float32(prefix.LEAST_FINITE)), kept.ordered_keys(known.top) + 1, prefix.nothing())
         own = row_of(shape, refs, row, known.top, known.total)
         tokens = Tokens((), load, pl.cdiv(shape.num_groups, size))
-        return prefix.search(tokens, own, span, few, jnp.bool_(True), shape.vocab).end
+        return search(tokens, own, span, few, jnp.bool_(True), shape.vocab).end
 
     def in_gap():
         """Among the tokens that the sweep listed, if it is there."""
@@ -102,7 +99,7 @@ def conclude(*refs, shape: Shape, trees):
         above = kept.carried(*(prefix.number(padded_load(shape, ref, row, shape.num_pieces, 0))
                                for ref in (swept.whole, swept.fine)))
         tokens = Tokens((load(0), load(1)), load, lax.div(num_listed + size - 1, jnp.int32(size)))
-        found = prefix.search(tokens, own, Span(known.low, known.high, above), few, jnp.bool_(False), shape.vocab)
+        found = search(tokens, own, Span(known.low, known.high, above), few, jnp.bool_(False), shape.vocab)
         return Found(found.end, found.is_found & (jnp.max(number) <= IN_GAP))
 
     found = prefix.branch(known.kind == IN_SPAN, in_gap, lambda: Found(known.end, known.kind <= SETTLED))

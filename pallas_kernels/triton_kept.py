@@ -10,21 +10,8 @@ from pallas_kernels import triton_prefix as prefix
 from pallas_kernels.finish import Draw
 from pallas_kernels.kept import Kept
 from pallas_kernels.triton_prefix import Row
-from pallas_kernels.triton_rows import (
-    DRAWN,
-    Raced,
-    Shape,
-    Summary,
-    barrier,
-    fetch,
-    for_pieces,
-    padded_load,
-    put,
-    row_of,
-    split,
-    tokens_at,
-    tokens_of,
-)
+from pallas_kernels.triton_rows import barrier, fetch, for_pieces, padded_load, put, row_of, split, tokens_at, tokens_of
+from pallas_kernels.triton_shapes import DRAWN, Raced, Shape, Summary
 
 
 def kept_of(x, ids, own: Row, end: Kept):
@@ -87,8 +74,7 @@ def race_rest(*refs, shape: Shape, trees):
             own = row_of(shape, refs, row, top, total)
             group_top = jnp.where(is_there, shape.plt.load(summary.group_top.at[row, groups]), -jnp.inf)
             may_win = (kept.ordered_keys(group_top) >= last.key) & prefix.is_above(group_top, own)
-
-            ids, _, x = tokens_of(shape, refs, row, groups, is_there)  # here, not in the branch: so all are fetched at once
+            ids, _model, x = tokens_of(shape, refs, row, groups, is_there)  # not in the branch: so all are fetched at once
 
             def raced():
                 first_ids = noise.GROUP * jnp.where(may_win, groups, 0)  # from a load: so each thread makes noise of its own

@@ -11,12 +11,6 @@ from pallas_kernels.finish import Draw
 from pallas_kernels.triton_kept import drawn, kept_of, race_of
 from pallas_kernels.triton_prefix import Span, Tokens
 from pallas_kernels.triton_rows import (
-    DRAWN,
-    IN_SPAN,
-    SETTLED,
-    WHOLE,
-    Shape,
-    State,
     barrier,
     few_of,
     listed_ids,
@@ -29,6 +23,8 @@ from pallas_kernels.triton_rows import (
     spread_load,
     tokens_of,
 )
+from pallas_kernels.triton_search import search
+from pallas_kernels.triton_shapes import DRAWN, IN_SPAN, SETTLED, WHOLE, Shape, State
 
 
 def settle(*refs, shape: Shape, trees):
@@ -75,7 +71,7 @@ def settle(*refs, shape: Shape, trees):
     groups = listed_ids(shape, list_ref, row, place, num_listed)
     ids, model, x = tokens_of(shape, refs, row, groups, place < num_listed)
     span = Span(kept.ordered_keys(lowest_listed), kept.ordered_keys(top) + 1, prefix.nothing())
-    found = prefix.search(Tokens(((x, ids),)), own, span, few_of(shape, refs, few_ref, row), is_whole, shape.vocab)
+    found = search(Tokens(((x, ids),)), own, span, few_of(shape, refs, few_ref, row), is_whole, shape.vocab)
     is_drawn = ~has_law | is_whole | found.is_found  # the tokens listed have all that are kept
     if own.min_p is not None:  # it ends before the others do
         is_drawn |= ~prefix.is_above(lowest_listed, own) & ~(is_k & is_p)

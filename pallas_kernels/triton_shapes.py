@@ -1,0 +1,110 @@
+"""The shape of a call of `triton_filtered`, and what its kernels hand on to each other."""
+
+from typing import Any, NamedTuple
+
+from jax.experimental import pallas as pl
+
+from pallas_kernels import noise
+from pallas_kernels.kept import Kept
+
+PIECE, BLOCK = 256, 128  # groups that a program reads at a time; those of one that only adds up
+LISTED = 256  # groups whose tokens 16 warps hold in registers, and half of the fewest that they list
+STREAMED = 512  # groups that they read at a time where they read a whole row
+WARPS_TO_SETTLE = 8
+LANES = 32 * WARPS_TO_SETTLE  # threads of a program that settles a row
+IN_GAP = 256  # tokens of a piece that may lie in the gap
+PROGRAMS = 396  # that do what is left of the pieces: as many as run at a time, for each that starts in vain takes time
+DRAWN, SETTLED, IN_SPAN, WHOLE = range(4)
+
+
+class Shape(NamedTuple):
+    """What is fixed when a kernel is traced."""
+
+    plt: Any
+    vocab: int
+    scale: float | None
+    soft_cap: float | None
+    dense: tuple[str, ...]
+    num_keys: int
+    filters: tuple[str, ...]
+    with_model: bool
+    interpret: bool
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether a filter is there whose end has to be searched."""
+        return "top_k" in self.filters or "top_p" in self.filters
+
+    @property
+    def num_groups(self) -> int:
+        return pl.cdiv(self.vocab, noise.GROUP)
+
+    @property
+    def piece(self) -> int:
+        """Groups of a piece."""
+        return min(PIECE, pl.next_power_of_2(self.num_groups))
+
+    @property
+    def num_pieces(self) -> int:
+        return pl.cdiv(self.num_groups, self.piece)
+
+    @property
+    def block(self) -> int:
+        return min(BLOCK, self.piece)
+
+    @property
+    def num_blocks(self) -> int:
+        return pl.cdiv(self.num_groups, self.block)
+
+    @property
+    def listed(self) -> int:
+        return min(LISTED, pl.next_power_of_2(self.num_groups))
+
+
+class Summary(NamedTuple):
+    """Of the rows: `[rows, blocks]` and `[rows, groups]`."""
+
+    top: Any
+    total: Any
+    model_top: Any  # None without log-probs, as the next
+    model_total: Any
+    group_top: Any
+    sample: Any  # None where nothing is to be searched
+
+
+class State(NamedTuple):
+    """What is known about each row, `[rows]`; the end of the prefix once it is settled."""
+
+    kind: Any  # DRAWN: nothing is left to do; SETTLED: the race is; IN_SPAN: the end lies in a gap; WHOLE: anywhere
+    top: Any
+    total: Any
+    low: Any  # keys between which the prefix ends
+    high: Any
+    end: Kept
+
+
+class Sweep(NamedTuple):
+    """Of the pieces, `[rows, pieces]`: the mass above the gap, how many tokens lie in it; `[rows, pieces * 256]`: their ids."""
+
+    whole: Any
+    fine: Any
+    num_listed: Any
+    ids: Any
+
+
+class Raced(NamedTuple):
+    """Of the pieces, `[rows, pieces]`: as `race.Race`, and the kept mass relative to the largest logit of the row."""
+
+    high: Any
+    low: Any
+    winner: Any
+    total: Any
+
+
+class Inputs(NamedTuple):
+    """Refs that every kernel reads: raw logits f32 [rows, vocab]; what `pack` makes of temperatures, keys, filters; by token,
+    or row and token, what `given` lists."""
+
+    raw: Any
+    by_row: Any
+    dense: tuple

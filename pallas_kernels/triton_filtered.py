@@ -32,7 +32,7 @@ from pallas_kernels.triton_gap import conclude, sweep
 from pallas_kernels.triton_kept import race_rest
 from pallas_kernels.triton_merge import pack
 from pallas_kernels.triton_prefix import FEW
-from pallas_kernels.triton_rows import part_of, pieces_each, put, row_of, scatter, split, tokens_at, tokens_of
+from pallas_kernels.triton_rows import block_of, pieces_each, put, row_of, scatter, split, tokens_at, tokens_of
 from pallas_kernels.triton_settle import settle
 from pallas_kernels.triton_shapes import IN_GAP, WARPS_TO_SETTLE, Inputs, Raced, Shape, State, Summary, Sweep
 
@@ -40,7 +40,7 @@ from pallas_kernels.triton_shapes import IN_GAP, WARPS_TO_SETTLE, Inputs, Raced,
 def summarise(*refs, shape: Shape, trees):
     """One block: masses, the largest logit of each group, and one of its logits."""
     refs, out = split(refs, trees)
-    row, block, groups, is_there = part_of(shape, pl.program_id(0), shape.block)
+    row, block, groups, is_there = block_of(shape, pl.program_id(0), refs.raw.shape[0])
     own = row_of(shape, refs, row)
     _, model, x = tokens_of(shape, refs, row, groups, is_there)
     group_top = jnp.max(x, axis=1)

@@ -66,11 +66,17 @@ def listed_ids(shape: Shape, ref, row, places, number):
     return jnp.where(is_there, shape.plt.load(ref.at[row, jnp.where(is_there, places, 0)]), 0)
 
 
-def part_of(shape: Shape, program, size: int):
-    """(row, part, its groups, which of them to look at) of a program, where a part of a row has `size` groups."""
-    number = jnp.int32(pl.cdiv(shape.num_groups, size))
-    part = lax.rem(program, number)
-    return lax.div(program, number), part, *groups_from(part * size, size, shape.num_groups)
+def piece_of(shape: Shape, program):
+    """(row, piece, its groups, which of them to look at), row after row."""
+    number = jnp.int32(shape.num_pieces)
+    piece = lax.rem(program, number)
+    return lax.div(program, number), piece, *groups_from(piece * shape.piece, shape.piece, shape.num_groups)
+
+
+def block_of(shape: Shape, program, rows: int):
+    """As `piece_of`, for blocks, the last of all rows first: the product has just written them, some may still be in the L2."""
+    block = shape.num_blocks - 1 - lax.div(program, jnp.int32(rows))
+    return lax.rem(program, jnp.int32(rows)), block, *groups_from(block * shape.block, shape.block, shape.num_groups)
 
 
 def pieces_each(shape: Shape, rows: int) -> int:
@@ -88,7 +94,7 @@ def for_pieces(shape: Shape, kinds, f):
 
         @pl.when(program < rows * shape.num_pieces)
         def _():
-            row, *piece = part_of(shape, program, shape.piece)
+            row, *piece = piece_of(shape, program)
             f(row, shape.plt.load(kinds.at[row]), *piece)
 
     if each == 1:

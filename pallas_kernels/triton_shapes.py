@@ -8,8 +8,8 @@ from pallas_kernels import noise
 from pallas_kernels.kept import Kept
 
 PIECE, BLOCK = 256, 128  # groups that a program reads at a time; those of one that only adds up
-LISTED = 256  # groups whose tokens 16 warps hold in registers, and half of the fewest that they list
-STREAMED = 512  # groups that they read at a time where they read a whole row
+LISTED = 256  # groups whose tokens a program holds in registers; it lists at least half as many, if there are
+STREAMED = 512  # groups that one of 16 warps reads at a time where it reads a whole row
 WARPS_TO_SETTLE = 8
 LANES = 32 * WARPS_TO_SETTLE  # threads of a program that settles a row
 IN_GAP = 256  # tokens of a piece that may lie in the gap

@@ -88,9 +88,10 @@ def for_pieces(shape: Shape, kinds, f):
     """`f(row, kind, piece, its groups, which to look at)` for the pieces of this program; `kinds` `[rows]` are loaded."""
     rows = kinds.shape[0]
     each = pieces_each(shape, rows)
+    first = pl.program_id(0) * each
 
     def one(i, _=None):
-        program = pl.program_id(0) * each + jnp.asarray(i, jnp.int32)
+        program = first + jnp.asarray(i, jnp.int32)
 
         @pl.when(program < rows * shape.num_pieces)
         def _():

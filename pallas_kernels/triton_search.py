@@ -1,0 +1,134 @@
+"""`search` on NVIDIA GPUs, through Pallas' Triton backend: some programs a row, each with its own share of the tiles.
+
+A program looks at its groups in the order of their bounds, until its best score under r is above those of the rest, or none of
+them is above a floor. A tile says its best group and what bounds the others, which follow one by one.
+
+The floor of the first launch leaves about `FIRST` groups a row: at most exp(-x) groups on average have a score above x, for
+every p. The second launch goes on from there, down to the best score of the first one or to the floor of `MOST` groups; only
+rows of which the residual is small have work in it.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import dual, noise, race, search
+from pallas_kernels.logits import Elementwise, model_logits, processed_logits
+from pallas_kernels.triton_finish import given, group_option, group_products, like
+
+FIRST, MOST = 8, 64  # groups that a row looks at on average where their bounds alone decide
+
+
+def choose_shares(num_rows: int) -> int:
+    """Programs for a row: about two for each multiprocessor of an H200 in all."""
+    return min(32, max(4, pl.next_power_of_2(256 // num_rows)))
+
+
+def _kernel(
+    *refs,  # of each law: its normaliser, t `[rows]` (h, w, dense options, valid); rows i32, factor f32, wanted i32 [rows];
+    # u32 [rows] x num_keys; best, second [tiles, all rows]; the high and low of an earlier launch [shares, rows]; outputs
+    structure, laws, sample, plt, vocab, width, shares, floor, ceiling,
+):
+    target, draft, rows_ref, factor_ref, wanted_ref, key_refs, scores, earlier, out_refs = jax.tree.unflatten(structure, refs)
+    row, share = lax.div(pl.program_id(0), shares), lax.rem(pl.program_id(0), shares)
+    zero = row - row  # a start that is not a constant: JAX refuses slices that it can see to end out of bounds, masked or not
+    one_of = lambda ref: plt.load(ref.at[pl.ds(row, 1)])  # noqa: E731
+    keys, factor = tuple(map(one_of, key_refs)), one_of(factor_ref)
+    known = dual.Normalizer(*map(one_of, target["normalizer"]))
+
+    tiles, in_tile = pl.cdiv(vocab, width), width // noise.GROUP
+    tile = share + shares * lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(pl.cdiv(tiles, shares)),), 0)
+    place = plt.load(rows_ref.at[row])
+    best, second = (plt.load(ref.at[tile, place], mask=tile < tiles, other=-jnp.inf) for ref in scores)
+    winner = lax.bitcast_convert_type(best, jnp.int32) & 15
+    of_best, of_others = (search.bounds(x, one_of(target["t"]), known) for x in (best, second))
+    is_wanted = one_of(wanted_ref) > 0
+
+    def bounds_of(done):
+        """Of the groups of each tile that come next: the best, and then all others, one after the other."""
+        bounds = jnp.where(done == 0, of_best, jnp.where(done < in_tile, of_others, -jnp.inf))
+        return jnp.where(is_wanted, bounds, -jnp.inf)
+
+    lowest = jnp.float32(floor)
+    if earlier:
+        share_of = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(shares),), 0)
+        known_high, known_low = (plt.load(ref.at[pl.ds(zero, share_of.shape[0]), row], mask=share_of < shares, other=-jnp.inf)
+                                 for ref in earlier)
+        lowest = jnp.maximum(lowest, jnp.max(jnp.where(known_high > -jnp.inf, known_high + known_low, -jnp.inf)))
+
+    def log_law(refs, law, first):
+        side = dual.Side(refs["h"], None, one_of(refs["t"]), Elementwise(), dual.Normalizer(*map(one_of, refs["normalizer"])))
+        tokens = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP, 1), 0)
+        if refs["h"] is None:
+            return dual.log_law(None, tokens, side)
+        raw = group_products(plt, refs["h"], refs["w"], row, first, zero, vocab=vocab, d_model=law["d_model"],
+                             vocab_axis=law["vocab_axis"], chunk=min(2048, pl.next_power_of_2(law["d_model"])))
+        *dense, valid = (*refs["dense"], None) if not law["has_valid"] else refs["dense"]
+        own = Elementwise(**{name: group_option(plt, ref, row, first, tokens, vocab)
+                             for name, ref in zip(law["dense"], dense, strict=True)})
+        end = vocab if valid is None else jnp.minimum(plt.load(valid.at[pl.ds(0, 1)]), vocab)
+        x = processed_logits(model_logits(raw[:, None], law["scale"], law["soft_cap"], own.weight_scale), own, tokens < end)
+        return jnp.where(x == -jnp.inf, -jnp.inf, dual.log_law(x, tokens, side))
+
+    def look(state):
+        done, high, low, token, log_p, mass = state
+        bounds = bounds_of(done)
+        now = tile == jnp.min(jnp.where(bounds == jnp.max(bounds), tile, race.NO_ID))
+        first = jnp.sum(jnp.where(now, tile * width + noise.GROUP * lax.rem(winner + done, in_tile), 0))
+        log_ps, log_qs = (log_law(refs, law, first) for refs, law in zip((target, draft), laws, strict=True))
+        new = search.score_groups(dual.log_residual(log_ps, log_qs, factor), log_ps, keys, first[None], sample=sample)
+        better = (new.high > high) | ((new.high == high) & (new.low > low))
+        pick = lambda new, old: jnp.where(better, new, old)  # noqa: E731
+        return (jnp.where(now, done + 1, done), pick(new.high, high), pick(new.low, low), pick(new.token, token),
+                pick(new.log_p, log_p), mass + new.mass)
+
+    def goes_on(state):
+        done, high, low = state[:3]
+        found = jnp.max(jnp.where(high > -jnp.inf, high + low, -jnp.inf))
+        return jnp.max(bounds_of(done)) > jnp.maximum(lowest, found)
+
+    number = lambda value, dtype: jnp.full((1,), value, dtype)  # noqa: E731
+    nothing = (number(-jnp.inf, jnp.float32), number(0.0, jnp.float32), number(race.NO_ID, jnp.int32),
+               number(-jnp.inf, jnp.float32), number(0.0, jnp.float32))
+    done = jnp.where(of_others > ceiling, in_tile, jnp.where(of_best > ceiling, 1, 0))  # by an earlier launch
+    found = lax.while_loop(goes_on, look, (done, *nothing))[1:]
+    for ref, value in zip(out_refs, found, strict=True):
+        plt.store(ref.at[share, pl.ds(row, 1)], value)
+
+
+def _launch(scores: race.Scores, rows, target: dual.Side, draft: dual.Side, factor, keys, wanted, earlier, *, plt, sample,
+            vocab, shares, floor, ceiling, interpret):
+    """One launch; high, low, token, log p, mass, each `[shares, rows]`."""
+    num_rows = factor.shape[0]
+
+    def arguments_of(side):
+        return {"normalizer": tuple(side.normalizer), "t": side.t, "h": side.h, "w": side.w, "dense": given(side.options)}
+
+    laws = [{"d_model": None if side.h is None else side.h.shape[1], "vocab_axis": side.vocab_axis,
+             "dense": tuple(side.options.dense()), "has_valid": side.options.valid is not None, "scale": side.options.scale,
+             "soft_cap": side.options.soft_cap} for side in (target, draft)]
+    inputs = (*map(arguments_of, (target, draft)), rows, factor, wanted.astype(jnp.int32), list(keys), list(scores[:2]),
+              earlier)
+    flat = jax.tree.leaves(inputs)
+    out_shape = [like(flat, (shares, num_rows), kind) for kind in (jnp.float32,) * 2 + (jnp.int32,) + (jnp.float32,) * 2]
+    body = functools.partial(_kernel, structure=jax.tree.structure((*inputs, out_shape)), laws=laws, sample=sample, plt=plt,
+                             vocab=vocab, width=scores.width, shares=shares, floor=floor, ceiling=ceiling)
+    return pl.pallas_call(
+        body, grid=(num_rows * shares,), out_shape=out_shape, interpret=interpret, name="gumbeljax_residual_search",
+        compiler_params=plt.CompilerParams(num_warps=16, num_stages=1))(*flat)
+
+
+def search_rows(scores: race.Scores, rows, target: dual.Side, draft: dual.Side, factor, keys, wanted, *, plt, sample, vocab,
+                first=FIRST, most=MOST, shares=None, interpret=False) -> search.Found:
+    """As `search.search`, with a limit on bounds in place of one on groups."""
+    launch = functools.partial(_launch, scores, rows, target, draft, factor, keys, wanted, plt=plt, sample=sample, vocab=vocab,
+                               shares=shares or choose_shares(factor.shape[0]), interpret=interpret)
+    ceiling, floor = -math.log(first), -math.log(most)
+    one = launch([], floor=ceiling, ceiling=math.inf)
+    two = launch(one[:2], floor=floor, ceiling=ceiling)
+    both = (jnp.concatenate(pair) for pair in zip(one, two, strict=True))
+    return search.best_of(search.Found(*both, jnp.full((1, factor.shape[0]), floor, jnp.float32)))

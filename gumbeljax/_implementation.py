@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from gumbeljax import _checks, _compat, _tuning
 from gumbeljax._tuning import Tiles, Tuning
-from pallas_kernels import dual, mosaic, xla
+from pallas_kernels import dual, mosaic, search, xla
 from pallas_kernels.logits import Elementwise
 from pallas_kernels.tiles import XlaTiles
 
@@ -124,15 +124,18 @@ def plan(h, w, implementation: str | Tuning | None, device: DeviceFacts, *, voca
 
 
 class Stages(NamedTuple):
-    """What an implementation offers: a draw, the draw of a shard, the mass of the vocabulary, the masses of its groups, and
-    the passes over two tables; None, or the draw under filters."""
+    """What an implementation offers: a draw, the draw of a shard, the mass of the vocabulary, the masses of its groups, the
+    draw of a shard with scores of its groups, the passes over two tables and the search that mostly does without them; None,
+    or the draw under filters."""
 
     draw: Callable
     piece: Callable
     mass: Callable
     groups: Callable
+    scored_piece: Callable
     residual_draw: Callable
     residual_mass: Callable
+    residual_search: Callable
     filtered_draw: Callable | None = None
 
 
@@ -141,23 +144,26 @@ def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None)
     if implementation == "xla":
         if tiles is None and device.platform != "cpu":
             tiles = XlaTiles(32768)  # long blocks keep an accelerator busy
-        one = (functools.partial(f, tiles=tiles) for f in (xla.draw, xla.piece, xla.stage1_mass, xla.stage1_groups))
+        one = (functools.partial(f, tiles=tiles)
+               for f in (xla.draw, xla.piece, xla.stage1_mass, xla.stage1_groups, xla.scored_piece))
         block = None if device.platform == "cpu" else 16384
-        return Stages(*one, *(functools.partial(f, block=block) for f in (dual.residual_draw, dual.residual_mass)))
-    from pallas_kernels import triton, triton_dual, triton_filtered
+        both = (functools.partial(f, block=block) for f in (dual.residual_draw, dual.residual_mass))
+        return Stages(*one, *both, search.search)
+    from pallas_kernels import triton, triton_dual, triton_filtered, triton_search
 
     _compat.quiet_triton_deprecation()
     plt = _compat.pallas_triton()
     one = (functools.partial(f, plt=plt, tiles=tiles if implementation == "triton" else None)
-           for f in (triton.draw, triton.piece, triton.stage1_mass, triton.stage1_groups))
-    rest = triton_dual.residual_draw, triton_dual.residual_mass, triton_filtered.draw
+           for f in (triton.draw, triton.piece, triton.stage1_mass, triton.stage1_groups, triton.scored_piece))
+    rest = triton_dual.residual_draw, triton_dual.residual_mass, triton_search.search_rows, triton_filtered.draw
     by_triton = Stages(*one, *(functools.partial(f, plt=plt) for f in rest))
     if implementation == "triton":
         return by_triton
     machine = {"mgpu": _compat.pallas_mosaic(), "num_sms": device.cores or mosaic.NUM_SMS, "tiles": tiles}
     return by_triton._replace(draw=functools.partial(mosaic.draw, plt=plt, **machine),
                               piece=functools.partial(mosaic.piece, plt=plt, **machine),
-                              mass=functools.partial(mosaic.stage1_mass, **machine))
+                              scored_piece=functools.partial(mosaic.scored_piece, plt=plt, **machine),
+                              mass=functools.partial(mosaic.stage1_mass, plt=plt, **machine))
 
 
 def precision_of(precision, dtype) -> jax.lax.Precision | None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels import race, xla
-from pallas_kernels.finish import group_logits, token_logits
+from pallas_kernels.finish import ids_of, logits_of, token_logits
 from pallas_kernels.logits import Elementwise, inverse_temperature, model_logits, processed_logits, rows_of
 
 
@@ -70,13 +70,12 @@ def log_law_block(side: Side, start, size):
     return log_law(x, ids, side)
 
 
-def log_law_group(side: Side, first, vocab):
-    """(ids, log-probabilities) of one group per row, `[16, rows]`."""
+def log_law_of(side: Side, ids, vocab):
+    """Log-probabilities of the token ids `[n, rows]`; -inf where they are past the vocabulary."""
     if side.h is None:
-        ids = first + jnp.arange(race.noise.GROUP, dtype=jnp.int32)[:, None]
-        return ids, log_law(None, ids, side)
-    ids, _, x = group_logits(side.h, side.w, first, side.options, vocab=vocab, vocab_axis=side.vocab_axis)
-    return ids, jnp.where(x == -jnp.inf, -jnp.inf, log_law(x, ids, side))
+        return log_law(None, ids, side)
+    _, x = logits_of(side.h, side.w, ids, side.options, vocab=vocab, vocab_axis=side.vocab_axis)
+    return jnp.where(x == -jnp.inf, -jnp.inf, log_law(x, ids, side))
 
 
 def log_residual(log_p, log_q, factor):
@@ -120,7 +119,8 @@ def choose_in_group(target: Side, draft: Side, factor, keys, won: race.Race, *, 
     """What `residual_draw` returns, from the group that won."""
     one = jnp.float32(1.0)
     first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
-    ids, log_p = log_law_group(target, first, vocab)
-    r = log_residual(log_p, log_law_group(draft, first, vocab)[1], factor)
+    ids = ids_of(first[None])
+    log_p = log_law_of(target, ids, vocab)
+    r = log_residual(log_p, log_law_of(draft, ids, vocab), factor)
     token = race.choose(race.token_scores(r, keys, sample, one, ids), ids)
     return won, token, jnp.sum(jnp.where(ids == token, log_p, 0.0), axis=0)

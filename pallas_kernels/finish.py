@@ -51,24 +51,41 @@ def token_logits(h, w, ids, vocab_axis):
         return jnp.sum((picked.T if vocab_axis == 1 else picked) * h.astype(jnp.float32), axis=-1)
 
     def of_rows(h, ids, coordinates):
-        # A few rows at a time: 16 rows of `w` for each row of h can be more than the logits.
-        batch = max(1, coordinates // (ids.shape[0] * h.shape[1]))
-        if batch >= h.shape[0]:
+        # A few ids at a time: 16 rows of `w` for each row of h can be more than the logits.
+        (num, rows), width = ids.shape, h.shape[1]
+        if num * rows * width <= coordinates:
             return jax.vmap(of_row)(h, ids.T).T
-        return lax.map(lambda row: of_row(h[row[0]], row[1]), (jnp.arange(h.shape[0]), ids.T), batch_size=batch).T
+        part = num
+        while part * width > coordinates and part % (2 * noise.GROUP) == 0:
+            part //= 2
+        row = jnp.repeat(jnp.arange(rows), num // part)
+        out = lax.map(lambda x: of_row(h[x[0]], x[1]), (row, ids.T.reshape(-1, part)),
+                      batch_size=max(1, coordinates // (part * width)))
+        return out.reshape(rows, num).T
 
     return lax.platform_dependent(h, ids, cpu=functools.partial(of_rows, coordinates=CPU_GATHER),
                                   default=functools.partial(of_rows, coordinates=GATHER))
 
 
-def group_logits(h, w, first, options: Elementwise, *, vocab, vocab_axis):
-    """(ids, model logits, processed logits) of one group per row, `[16, rows]`; ids past the vocabulary are masked."""
-    ids = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP, h.shape[0]), 0)
+def ids_of(first):
+    """The ids `[n * 16, rows]` of groups whose first ids are `first [n, rows]`."""
+    ids = first[:, None] + lax.broadcasted_iota(jnp.int32, (1, noise.GROUP, 1), 1)
+    return ids.reshape(-1, first.shape[1])
+
+
+def logits_of(h, w, ids, options: Elementwise, *, vocab, vocab_axis):
+    """(model logits, processed logits) of the token ids `[n, rows]`; ids past the vocabulary are masked."""
     safe = jnp.clip(ids, 0, vocab - 1)
     own = rows_of(options, safe)
     model = model_logits(token_logits(h, w, safe, vocab_axis), options.scale, options.soft_cap, own.weight_scale)
     exists = ids < (vocab if options.valid is None else jnp.minimum(vocab, options.valid))
-    return ids, model, processed_logits(model, own, exists)
+    return model, processed_logits(model, own, exists)
+
+
+def group_logits(h, w, first, options: Elementwise, *, vocab, vocab_axis):
+    """(ids, model logits, processed logits) of one group per row, `[16, rows]`; ids past the vocabulary are masked."""
+    ids = ids_of(first[None])
+    return ids, *logits_of(h, w, ids, options, vocab=vocab, vocab_axis=vocab_axis)
 
 
 def has_law(top, total):

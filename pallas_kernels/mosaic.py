@@ -89,10 +89,12 @@ def last(steps: Iterator, value: Any = None) -> Any:
     return value
 
 
-def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_model, tiles, num_sms, sample=0):
+def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_model, tiles, num_sms, sample=0,
+           with_scores=False):
     """Runs the kernel; the leaves of a race (high, low, top, total[, model total], winner) or a mass (top, total, argmax), each
     `[pieces of the vocabulary, rows and padding]`, and after a race the model logits of each winning group
-    `[pieces, rows, 16]`.
+    `[pieces, rows, 16]`. `with_scores`: then also the leaves of `race.Scores`, a tile being the `tiles.vocab` ids of a
+    warpgroup.
 
     A program keeps one tile of rows and walks over every n-th tile of the vocabulary. Its third warpgroup fetches ahead, over
     the ends of tiles too; the other two draw from the logits of one tile while the tensor cores make those of the next.
@@ -112,7 +114,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     if row_tiles > num_sms:
         whole = row_tiles // pair // 2 * pair * cta_m
         parts = [launch(h[part], w, keys and tuple(x[part] for x in keys), t[part], options, mgpu=mgpu, wanted=wanted,
-                        vocab=vocab, vocab_axis=vocab_axis, with_model=with_model, tiles=tiles, num_sms=num_sms, sample=sample)
+                        vocab=vocab, vocab_axis=vocab_axis, with_model=with_model, tiles=tiles, num_sms=num_sms, sample=sample,
+                        with_scores=with_scores)
                  for part in (slice(0, whole), slice(whole, None))]
         return [jnp.concatenate(part, 1) for part in zip(*parts, strict=True)]
     walkers = min(num_sms // row_tiles, vocab_tiles)  # programs that share the vocabulary of a tile of rows
@@ -143,8 +146,12 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     if wanted == "race":
         scratch["logits"] = mgpu.SMEM((2, m, noise.GROUP), jnp.float32)
         out_type.append(jax.ShapeDtypeStruct((*out_type[0].shape, noise.GROUP), jnp.float32))
+    if with_scores:
+        turns = pl.cdiv(vocab_tiles, walkers)
+        out_type += [jax.ShapeDtypeStruct((turns * walkers * cta_n // n, row_tiles * cta_m), jnp.float32)] * 2
 
     def kernel(h_gmem, w_gmem, vectors_gmem, *out_gmem, h_smem, w_smem, filled, emptied, floats, ids, logits=None):
+        out_gmem, scores_gmem = (out_gmem[:-2], out_gmem[-2:]) if with_scores else (out_gmem, ())
         wg, program = lax.axis_index("wg"), lax.axis_index("program")
         row_tile = lax.rem(program, row_tiles // pair) * pair + (lax.axis_index("pair") if pair > 1 else 0)
         first_walker = lax.div(program, row_tiles // pair) * twins
@@ -183,6 +190,12 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
             my_vocab = slice(None) if tiles.split_rows else pl.ds(wg * n, n)
             row_layout = mgpu.Layout.WGMMA.reduce(1)
 
+            def keep_scores(turn, *scores):
+                # The tile before the first is empty: what it leaves is overwritten by the first.
+                place = (walker + jnp.maximum(turn, 0) * walkers) * (cta_n // n) + (0 if tiles.split_rows else wg)
+                for ref, value in zip(scores_gmem, scores, strict=True):
+                    ref[place, pl.ds(first_row, m)] = value
+
             def draw_steps(x, turn, best):
                 """The steps of drawing from the raw logits x `[m, n]` of a tile."""
                 first_id = (walker + turn * walkers) * cta_n + (0 if tiles.split_rows else wg * n)
@@ -202,7 +215,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                 if wanted == "mass":
                     steps_of_tile = mass_steps(tile, scale, best)
                 else:
-                    steps_of_tile = race_steps(mgpu, tile, my_t, scale, mine[2:], sample, best)
+                    keep = functools.partial(keep_scores, turn) if with_scores else None
+                    steps_of_tile = race_steps(mgpu, tile, my_t, scale, mine[2:], sample, best, keep)
                 if twins == 1 or vocab % cta_n or vocab_tiles % 2 == 0:
                     return steps_of_tile
                 # A tile behind the vocabulary says nothing; where the last tile is not whole, the ids above say it.
@@ -292,15 +306,28 @@ def piece(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, sample=0, v
                               plt=plt, vocab=vocab, sample=sample)
 
 
+def scored_piece(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, sample=0, vocab_axis=0, precision=None,
+                 tiles=None, num_sms=NUM_SMS) -> tuple[Piece, race.Scores]:
+    """As `xla.scored_piece`."""
+    del precision
+    tiles = tiles or choose_tiles(h.shape[0], vocab, vocab_axis, num_sms)
+    high, low, top, total, winner, logits, *scores = launch(
+        h, w, keys, t, options, mgpu=mgpu, wanted="race", vocab=vocab, vocab_axis=vocab_axis, with_model=False,
+        tiles=tiles, num_sms=num_sms, sample=sample, with_scores=True)
+    drawn = triton_merge.merge(keys, t, race.Race(high, low, winner, top, total), None, logits, plt=plt, vocab=vocab,
+                               sample=sample)
+    return drawn, race.Scores(*scores, tiles.vocab)
+
+
 def draw(*arguments, **options) -> Draw:
     """As `xla.draw`; arguments as in `piece`."""
     return piece(*arguments, **options).draw
 
 
-def stage1_mass(h, w, t, options=Elementwise(), *, mgpu, vocab, vocab_axis=0, precision=None, tiles=None, num_sms=NUM_SMS):
+def stage1_mass(h, w, t, options=Elementwise(), *, mgpu, plt, vocab, vocab_axis=0, precision=None, tiles=None,
+                num_sms=NUM_SMS):
     """As `xla.stage1_mass`: Mass of the processed law, each leaf `[rows]`."""
     del precision
-    out = launch(h, w, None, t, options, mgpu=mgpu, wanted="mass", vocab=vocab, vocab_axis=vocab_axis, with_model=False,
-                 tiles=tiles, num_sms=num_sms)
-    top, total, argmax = (x[:, :h.shape[0]] for x in out)
-    return race.merge_masses(race.Mass(top, argmax, total), t)
+    top, total, argmax = launch(h, w, None, t, options, mgpu=mgpu, wanted="mass", vocab=vocab, vocab_axis=vocab_axis,
+                                with_model=False, tiles=tiles, num_sms=num_sms)
+    return triton_merge.merge_masses(race.Mass(top, argmax, total), t, plt=plt)

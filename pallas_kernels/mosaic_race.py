@@ -55,8 +55,9 @@ def merged_totals(old_top, new_top, old, new, scales):
                  for a, b, scale in zip(old, new, scales, strict=True)]
 
 
-def race_steps(mgpu, tile: Tile, t, scale, words, sample, best):
-    """Adds the race over a tile to `best`, as `race.race_of` and `race.merge`. `scale` is `log2(e) / T`.
+def race_steps(mgpu, tile: Tile, t, scale, words, sample, best, keep=None):
+    """Adds the race over a tile to `best`, as `race.race_of` and `race.merge`. `scale` is `log2(e) / T`. `keep` is given what
+    `race.Scores` says of the tile.
 
     `best` is what the tiles before said, row vectors: (high, low, top, total[, model total], winner), and the winner's logits
     `[rows, 16]`. A generator: each `next` does one step, and the last thing that it yields is the new `best`.
@@ -89,6 +90,9 @@ def race_steps(mgpu, tile: Tile, t, scale, words, sample, best):
     # The first column by a maximum: this backend reduces no minimum of integers.
     first = jnp.max(jnp.where(tied & (low == spread(best_low)), width - column, 0), axis=1)
     winner = jnp.where(first > 0, tile.first_id + noise.GROUP * (width - first), race.NO_ID)
+    if keep is not None:
+        second = jnp.max(jnp.where(column == spread(width - first), -jnp.inf, high), axis=1)
+        keep(race.marked(best_high, width - first), second)
     yield
     top = jnp.max(tops, axis=1)
     down = tops - spread(finite(top))

@@ -44,6 +44,28 @@ class Mass(NamedTuple):
     total: Any
 
 
+class Scores(NamedTuple):
+    """What groups scored, for whoever looks for the winner of another race with the same noise: in every tile of `width` ids
+    the `best` group, and the `second`. Both `[tiles, rows]`; tiles behind the vocabulary mean nothing.
+
+    `best` is `marked` and `second` a plain score; or, for a search of whole tiles, `best` is `halved` and `second` None.
+    """
+
+    best: Any
+    second: Any
+    width: int
+
+
+def marked(high, number):
+    """Scores whose last four bits say which group of its tile scored."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(high, jnp.int32) & ~15 | number, jnp.float32)
+
+
+def halved(high):
+    """Scores rounded to float16, and none below the least of its numbers, which is a bound to what is there."""
+    return jnp.maximum(high, -65504.0).astype(jnp.float16)
+
+
 def finite_or_zero(top):
     """`top`, or 0 where it is -inf, so that `-inf - top` is -inf and not NaN."""
     return jnp.where(top == -jnp.inf, 0.0, top)
@@ -104,17 +126,26 @@ def best_score(high, low, ids):
     return best_high, best_low, first_where(tied & (low == best_low), ids)
 
 
+def second_best(groups: Race, winner):
+    """`Scores.second` of the groups of a tile, `[rows]`."""
+    return jnp.max(jnp.where(groups.winner == winner, -jnp.inf, groups.high), axis=0)
+
+
 def merge(race: Race, t) -> Race:
     """Merge pieces of the vocabulary stacked along axis 0. Associative and commutative, winners bit for bit."""
     return Race(*best_score(race.high, race.low, race.winner), *mass_of(race.top, race.total, t))
 
 
-def race_of(x, keys, sample, t, start) -> Race:
-    """The race over logits `[groups * 16, rows]` whose first id is `start`."""
-    top, total = group_masses(x, t)
+def groups_of(top, total, keys, sample, t, start) -> Race:
+    """The race of every group alone, `[groups, rows]`, from its mass; the first id is `start`."""
     first_ids = start + noise.GROUP * lax.broadcasted_iota(jnp.int32, top.shape, 0)
     high, low = scores(top, total, group_noise(keys, sample, first_ids), t)
-    return merge(Race(high, low, first_ids, top, total), t)
+    return Race(high, low, first_ids, top, total)
+
+
+def race_of(x, keys, sample, t, start) -> Race:
+    """The race over logits `[groups * 16, rows]` whose first id is `start`."""
+    return merge(groups_of(*group_masses(x, t), keys, sample, t, start), t)
 
 
 def mass_over(x, t, start) -> Mass:

@@ -74,7 +74,7 @@ def kernel(
     *refs,  # w [vocab, d_model] or [d_model, vocab], unless h holds the logits; u32 [rows] x num_keys (draw); the dense
     # options, f32 or i8 [vocab] or [rows, vocab]; valid i32 [1]; outputs
     has_w, wanted, with_model, scale, soft_cap, num_keys, dense, has_valid, sample, plt, vocab, num_rows, d_model, vocab_axis,
-    precision, tiles, interleave,
+    precision, tiles, interleave, with_scores,
 ):
     """What one program does: the logits of its tile, and what they say in the `wanted` form."""
     refs = list(refs)
@@ -103,7 +103,9 @@ def kernel(
     x = processed_logits(model, own, allowed)
     t = row_vector(t_ref)
     if wanted == "race":
-        out = tuple(race.race_of(x, tuple(map(row_vector, key_refs)), sample, t, first_id))
+        groups = race.groups_of(*race.group_masses(x, t), tuple(map(row_vector, key_refs)), sample, t, first_id)
+        won = race.merge(groups, t)
+        out = tuple(won)
     elif wanted == "mass":
         out = tuple(race.mass_over(x, t, first_id))
     else:
@@ -111,6 +113,9 @@ def kernel(
     if with_model:
         one = jnp.ones((tiles.rows,), jnp.float32)
         out += tuple(race.mass_over(processed_logits(model, Elementwise(), allowed), one, first_id))
+    if with_scores:
+        number = jnp.where(won.winner == race.NO_ID, 0, won.winner - first_id) // noise.GROUP
+        out += race.marked(won.high, number), race.second_best(groups, won.winner)
     for ref, value in zip(refs, out, strict=True):
         if value.ndim == 1:
             plt.store(ref.at[tile, pl.ds(first_row, tiles.rows)], value, mask=rows < num_rows)
@@ -171,9 +176,9 @@ def operands(h, w, tiles: TritonTiles, *, vocab, vocab_axis, precision):
 
 
 def launch(h, w, keys, t, options: Elementwise, *, plt, wanted, vocab, sample, vocab_axis, precision, with_model, tiles,
-           interpret):
+           interpret, with_scores=False):
     """Runs the kernel over the grid of tiles; every output is `[tiles, rows]` (or `[groups, rows]`). With w None, h holds the
-    raw logits `[rows, vocab]`."""
+    raw logits `[rows, vocab]`. `with_scores`: the last two outputs are the leaves of `race.Scores`."""
     num_rows, d_model = h.shape
     tiles = tiles or default_tiles(num_rows, d_model, h.dtype, w.dtype)
     h, w = operands(h, w, tiles, vocab=vocab, vocab_axis=vocab_axis, precision=precision)
@@ -188,27 +193,40 @@ def launch(h, w, keys, t, options: Elementwise, *, plt, wanted, vocab, sample, v
     out_shape = [like(arguments, (height, num_rows), kind) for kind in kinds]
     if with_model:
         out_shape += [like(arguments, (num_tiles, num_rows), kind) for kind in (f32, i32, f32)]
+    if with_scores:
+        out_shape += [like(arguments, (num_tiles, num_rows), f32)] * 2
     body = functools.partial(
         kernel, has_w=w is not None, wanted=wanted, with_model=with_model, scale=options.scale, soft_cap=options.soft_cap,
         num_keys=len(keys), dense=tuple(options.dense()), has_valid=options.valid is not None, sample=sample, plt=plt,
         vocab=vocab, num_rows=num_rows, d_model=d_model, vocab_axis=vocab_axis, precision=dot_precision(precision), tiles=tiles,
-        interleave=interleave)
+        interleave=interleave, with_scores=with_scores)
     return pl.pallas_call(
         body, grid=(num_tiles * pl.cdiv(num_rows, tiles.rows),), out_shape=out_shape, interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         name=f"gumbeljax_{wanted}")(*arguments)
 
 
-def piece(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, sample=0, vocab_axis=0, precision=None,
-          with_model=False, tiles=None, interpret=False) -> Piece:
+def piece(*arguments, **options) -> Piece:
     """As `xla.piece`. `plt` is jax's Triton module."""
+    return _piece(*arguments, **options, with_scores=False)[0]
+
+
+def scored_piece(*arguments, **options) -> tuple[Piece, race.Scores]:
+    """As `xla.scored_piece`."""
+    drawn, scores, width = _piece(*arguments, **options, with_scores=True)
+    return drawn, race.Scores(*scores, width)
+
+
+def _piece(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, sample=0, vocab_axis=0, precision=None,
+           with_model=False, tiles=None, interpret=False, with_scores):
     tiles = tiles or default_tiles(h.shape[0], h.shape[1], h.dtype, w.dtype)
     h, w = operands(h, w, tiles, vocab=vocab, vocab_axis=vocab_axis, precision=precision)
     out = launch(h, w, keys, t, options, plt=plt, wanted="race", vocab=vocab, sample=sample, vocab_axis=vocab_axis,
-                 precision=precision, with_model=with_model, tiles=tiles, interpret=interpret)
-    model = race.Mass(*out[5:]) if with_model else None
-    return triton_finish.finish(h, w, keys, t, options, race.Race(*out[:5]), model, plt=plt, vocab=vocab, sample=sample,
-                                vocab_axis=vocab_axis, interpret=interpret)
+                 precision=precision, with_model=with_model, tiles=tiles, interpret=interpret, with_scores=with_scores)
+    model = race.Mass(*out[5:8]) if with_model else None
+    drawn = triton_finish.finish(h, w, keys, t, options, race.Race(*out[:5]), model, plt=plt, vocab=vocab, sample=sample,
+                                 vocab_axis=vocab_axis, interpret=interpret)
+    return drawn, out[-2:], tiles.vocab
 
 
 def draw(*arguments, **options) -> Draw:

@@ -53,6 +53,13 @@ def group_products(plt, h_ref, w_ref, row, group, zero, *, vocab, d_model, vocab
     return total
 
 
+def group_option(plt, ref, row, group, ids, vocab):
+    """A dense option at the ids `[16, 1]` of the group whose first id is `group`."""
+    where = (pl.ds(group, noise.GROUP),) if len(ref.shape) == 1 else (row, pl.ds(group, noise.GROUP))
+    x = plt.load(ref.at[where], mask=(ids < vocab)[:, 0], other=0)[:, None]
+    return x != 0 if x.dtype == jnp.int8 else x
+
+
 def kernel(
     h_ref,  # [rows, d_model], or raw logits f32 [rows, vocab]
     t_ref,  # f32 [rows]
@@ -89,12 +96,7 @@ def kernel(
         raw = group_products(plt, h_ref, w_ref, row, group, zero, vocab=vocab, d_model=d_model, vocab_axis=vocab_axis,
                              chunk=chunk)
 
-    def option(ref):
-        where = (pl.ds(group, noise.GROUP),) if len(ref.shape) == 1 else (row, pl.ds(group, noise.GROUP))
-        x = plt.load(ref.at[where], mask=(ids < vocab)[:, 0], other=0)[:, None]
-        return x != 0 if x.dtype == jnp.int8 else x
-
-    own = Elementwise(**{name: option(ref) for name, ref in dense_refs.items()})
+    own = Elementwise(**{name: group_option(plt, ref, row, group, ids, vocab) for name, ref in dense_refs.items()})
     model = model_logits(raw[:, None], scale, soft_cap, own.weight_scale)
     exists = ids < (vocab if valid_ref is None else jnp.minimum(plt.load(valid_ref.at[pl.ds(0, 1)]), vocab))
     x = processed_logits(model, own, exists)

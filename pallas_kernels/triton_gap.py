@@ -23,7 +23,7 @@ from pallas_kernels.triton_rows import (
     tokens_at,
     tokens_of,
 )
-from pallas_kernels.triton_search import Found, search
+from pallas_kernels.triton_filter_search import Found, search
 from pallas_kernels.triton_shapes import IN_GAP, IN_SPAN, SETTLED, STREAMED, Shape
 
 

@@ -12,6 +12,8 @@ from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.logits import LOG2_E, inverse_temperature
 from pallas_kernels.triton_finish import like
 
+MASS_ROWS = 16  # rows of a program
+
 
 def pack(t, keys=()):
     """Temperatures, `log2(e) / T` and the words of the keys as one uint32 `[2 + keys, rows]`, with room for a tile of any size.
@@ -71,3 +73,28 @@ def merge(keys, t, pieces: race.Race, model_total, logits, *, plt, vocab, sample
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1))(*arguments)
     token, model_log_prob, tempered, log_normalizer, won, mass = jax.tree.unflatten(jax.tree.structure(outputs), out)
     return Piece(Draw(token, model_log_prob, tempered, tempered, log_normalizer), won, mass)
+
+
+def mass_kernel(t_ref, top_ref, argmax_ref, total_ref, *out_refs, plt, num_pieces, num_rows):
+    """The masses of some rows; t is `[rows]`, masses are `[pieces, at least as many rows]`."""
+    first = pl.program_id(0) * MASS_ROWS
+    rows = first + lax.broadcasted_iota(jnp.int32, (MASS_ROWS,), 0)
+    shape = pl.next_power_of_2(num_pieces), MASS_ROWS
+    exists = (lax.broadcasted_iota(jnp.int32, shape, 0) < num_pieces) & (rows < num_rows)[None]
+    zero = first - first
+    top, argmax, total = (plt.load(ref.at[pl.ds(zero, shape[0]), pl.ds(first, MASS_ROWS)], mask=exists, other=other)
+                          for ref, other in ((top_ref, -jnp.inf), (argmax_ref, race.NO_ID), (total_ref, 0)))
+    t = plt.load(t_ref.at[pl.ds(first, MASS_ROWS)], mask=rows < num_rows, other=1.0)
+    for ref, value in zip(out_refs, race.merge_masses(race.Mass(top, argmax, total), t), strict=True):
+        plt.store(ref.at[pl.ds(first, MASS_ROWS)], value, mask=rows < num_rows)
+
+
+def merge_masses(pieces: race.Mass, t, *, plt, interpret=False) -> race.Mass:
+    """As `race.merge_masses` in one launch, where XLA makes four; the rows of `pieces` may be padded."""
+    num_pieces, num_rows = pieces.top.shape[0], t.shape[0]
+    arguments = t, *pieces
+    body = functools.partial(mass_kernel, plt=plt, num_pieces=num_pieces, num_rows=num_rows)
+    out_shape = [like(arguments, (num_rows,), x.dtype) for x in pieces]
+    return race.Mass(*pl.pallas_call(
+        body, grid=(pl.cdiv(num_rows, MASS_ROWS),), out_shape=out_shape, interpret=interpret, name="gumbeljax_merge_masses",
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1))(*arguments))

@@ -1,180 +1,134 @@
-"""The kept prefix of one row inside a kernel: the search of `kept`, over tokens that a program holds or streams.
+"""`search` on NVIDIA GPUs, through Pallas' Triton backend: some programs a row, each with its own share of the tiles.
 
-Tokens come in blocks `[groups, 16]`; the first stays in registers, so that a search over few tokens touches little memory.
+A program looks at its groups in the order of their bounds, until its best score under r is above those of the rest, or none of
+them is above a floor. A tile says its best group and what bounds the others, which follow one by one.
+
+The floor of the first launch leaves about `FIRST` groups a row: at most exp(-x) groups on average have a score above x, for
+every p. The second launch goes on from there, down to the best score of the first one or to the floor of `MOST` groups; only
+rows of which the residual is small have work in it.
 """
 
-from typing import Any, NamedTuple
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
-from pallas_kernels import kept
-from pallas_kernels.kept import Kept, Mass
-from pallas_kernels.triton_prefix import (
-    FEW,
-    MOST,
-    Few,
-    Row,
-    Span,
-    Tokens,
-    add_up,
-    branch,
-    cumsum,
-    either,
-    everything,
-    fold,
-    has_mass,
-    is_on,
-    least_of,
-    masses,
-    no_end,
-    nothing,
-    number,
-    ones,
-    plus,
-    total_of,
-)
+from pallas_kernels import dual, noise, race, search
+from pallas_kernels.logits import Elementwise, model_logits, processed_logits
+from pallas_kernels.triton_finish import given, group_option, group_products, like
+
+FIRST, MOST = 8, 64  # groups that a row looks at on average where their bounds alone decide
 
 
-def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, few: Few, vocab: int) -> Kept:
-    """The end of the shortest prefix whose mass is at least `target`; it lies in the span.
-
-    While the span holds more than a few tokens it is cut in the middle of its logits and in the middle of its keys by turns.
-    The few are written down and read again, one by a thread, and a round cuts their span into 16.
-    """
-    in_span = lambda keys: (keys >= span.low) & (keys < span.high)  # noqa: E731
-
-    def measured(x, ids):
-        return kept.ordered_keys(x), measure(x, ids)
-
-    held = tuple(measured(*block) for block in tokens.held)
-
-    def fold_measured(f, init):
-        """As `fold`, with keys and masses, those of `held` computed once."""
-        carry = init
-        for block in held:
-            carry = f(carry, *block)
-        rest = lambda carry, x, ids: f(carry, *measured(x, ids))  # noqa: E731
-        return fold(tokens._replace(held=()), rest, carry, start=len(held))
-
-    def halve(state):
-        low, high, above_whole, above_fine, left, by_value = state
-        value = 0.5 * kept.logits_of(low) + 0.5 * kept.logits_of(high)
-        middle = jnp.where(by_value, kept.ordered_keys(value), (low >> 1) + (high >> 1) + (low & high & 1))
-        middle = jnp.minimum(jnp.maximum(middle, low + 1), high - 1)
-
-        def look(carry, keys, mass):
-            whole, fine, least, number_over = carry
-            is_over = (keys >= middle) & (keys < high)
-            mass = total_of(mass, is_over)
-            return (whole + mass.whole, fine + mass.fine, jnp.minimum(least, jnp.min(jnp.where(is_over, keys, MOST))),
-                    number_over + number(is_over))
-
-        *mass, least, number_over = fold_measured(look, (above_whole, above_fine, jnp.int32(MOST), jnp.int32(0)))
-        whole, fine = kept.carried(*mass)
-        yes = kept.at_least(Mass(whole, fine), target)
-        return (jnp.where(yes, least, low), jnp.where(yes, high, middle), jnp.where(yes, above_whole, whole),
-                jnp.where(yes, above_fine, fine), jnp.where(yes, number_over, left - number_over), ~by_value)
-
-    left = fold_measured(lambda left, keys, mass: left + number(in_span(keys)), jnp.int32(0))
-    low, high, *above, left, _ = lax.while_loop(lambda state: (state[0] + 1 < state[1]) & (state[4] > FEW), halve,
-                                                (span.low, span.high, *span.above, left, jnp.bool_(True)))
-
-    def write_down(count, x, ids):
-        is_in = (kept.ordered_keys(x) >= low) & (kept.ordered_keys(x) < high)
-        in_group = is_in.astype(jnp.int32)
-        of_group = jnp.sum(in_group, axis=1, dtype=jnp.int32)
-        few.store((count + cumsum(of_group) - of_group)[:, None] + cumsum(in_group) - 1, ids, is_in)
-        return count + number(of_group)
-
-    def cut_in_16():
-        fold(tokens, write_down, jnp.int32(0))
-        keys, mass = jax.tree.map(lambda a: jnp.max(a, axis=0)[:, None], measured(*few.load(left)))
-
-        def cut(ends):
-            def edges(shape):
-                """15 keys inside, and the high end."""
-                gap = lax.bitcast_convert_type(ends[1] - ends[0], jnp.uint32)
-                step = lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1) + jnp.uint32(1)
-                width = (gap >> jnp.uint32(4)) * step + (((gap & jnp.uint32(15)) * step) >> jnp.uint32(4))
-                return ends[0] + lax.bitcast_convert_type(width, jnp.int32)
-
-            yes = kept.at_least(plus(Mass(*above), total_of(mass, keys >= edges((1, 16)), axis=0)), target)
-            return jnp.max(jnp.where(yes, edges((16,)), ends[0])), jnp.min(jnp.where(yes, ends[1], edges((16,))))
-
-        return lax.while_loop(lambda ends: ends[0] + 1 < ends[1], cut, (low, high))[0]
-
-    key = branch(low + 1 < high, cut_in_16, lambda: low)
-    is_tied = lambda keys, mass: (keys == key) & has_mass(mass)  # noqa: E731
-    num_tied = fold_measured(lambda count, keys, mass: count + number(is_tied(keys, mass)), jnp.int32(0))
-
-    def first_ids():
-        """The id of the last of as many tied tokens as it takes. Where there are more blocks than one, ids are in order."""
-        def look_at_tie(carry, keys, mass):
-            over, tied = total_of(mass, (keys > key) & (keys < span.high)), is_tied(keys, mass)
-            most = [jnp.int32(0) if m is None else jnp.max(jnp.where(tied, m, 0)) for m in mass]
-            return carry[0] + over.whole, carry[1] + over.fine, *map(jnp.maximum, carry[2:], most)
-
-        *over, whole, fine = fold_measured(look_at_tie, (*span.above, jnp.int32(0), jnp.int32(0)))  # equal logits, equal masses
-        over = kept.carried(*over)
-
-        def too_few(n):
-            return ~kept.at_least(kept.carried(over.whole + n * whole, over.fine + n * fine), target)
-
-        needed = kept.bisect(too_few, jnp.int32(0), num_tied, vocab.bit_length())[1]
-
-        if tokens.load is None:
-            ((keys, mass),), ((_, ids),) = held, tokens.held
-            tied = is_tied(keys, mass)
-            fewer = lambda id: number(tied & (ids < id)) < needed  # noqa: E731
-            return kept.bisect(fewer, jnp.int32(0), jnp.int32(vocab), vocab.bit_length())[0]
-
-        def count_ties(carry, x, ids):
-            count, last = carry
-            tied = is_tied(*measured(x, ids)).astype(jnp.int32)
-            of_group = jnp.sum(tied, axis=1, dtype=jnp.int32)
-            place = (count + cumsum(of_group) - of_group)[:, None] + cumsum(tied)
-            return count + number(of_group), jnp.maximum(last, jnp.max(jnp.where((tied > 0) & (place == needed), ids, -1)))
-
-        return fold(tokens._replace(held=()), count_ties, (jnp.int32(0), jnp.int32(-1)))[1]
-
-    return Kept(key, branch(num_tied > 1, first_ids, lambda: jnp.int32(vocab)))
+def choose_shares(num_rows: int) -> int:
+    """Programs for a row: about two for each multiprocessor of an H200 in all."""
+    return min(32, max(4, pl.next_power_of_2(256 // num_rows)))
 
 
-class Found(NamedTuple):
-    """The end of the prefix that top_k and top_p keep, and whether the tokens given settle it."""
+def _kernel(
+    *refs,  # of each law: its normaliser, t `[rows]` (h, w, dense options, valid); rows i32, factor f32, wanted i32 [rows];
+    # u32 [rows] x num_keys; best, second [tiles, all rows]; the high and low of an earlier launch [shares, rows]; outputs
+    structure, laws, sample, plt, vocab, width, shares, floor, ceiling,
+):
+    target, draft, rows_ref, factor_ref, wanted_ref, key_refs, scores, earlier, out_refs = jax.tree.unflatten(structure, refs)
+    row, share = lax.div(pl.program_id(0), shares), lax.rem(pl.program_id(0), shares)
+    zero = row - row  # a start that is not a constant: JAX refuses slices that it can see to end out of bounds, masked or not
+    one_of = lambda ref: plt.load(ref.at[pl.ds(row, 1)])  # noqa: E731
+    keys, factor = tuple(map(one_of, key_refs)), one_of(factor_ref)
+    known = dual.Normalizer(*map(one_of, target["normalizer"]))
 
-    end: Kept
-    is_found: Any
+    tiles, in_tile = pl.cdiv(vocab, width), width // noise.GROUP
+    tile = share + shares * lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(pl.cdiv(tiles, shares)),), 0)
+    place = plt.load(rows_ref.at[row])
+    best, second = (plt.load(ref.at[tile, place], mask=tile < tiles, other=-jnp.inf) for ref in scores)
+    winner = lax.bitcast_convert_type(best, jnp.int32) & 15
+    of_best, of_others = (search.bounds(x, one_of(target["t"]), known) for x in (best, second))
+    is_wanted = one_of(wanted_ref) > 0
+
+    def bounds_of(done):
+        """Of the groups of each tile that come next: the best, and then all others, one after the other."""
+        bounds = jnp.where(done == 0, of_best, jnp.where(done < in_tile, of_others, -jnp.inf))
+        return jnp.where(is_wanted, bounds, -jnp.inf)
+
+    lowest = jnp.float32(floor)
+    if earlier:
+        share_of = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(shares),), 0)
+        known_high, known_low = (plt.load(ref.at[pl.ds(zero, share_of.shape[0]), row], mask=share_of < shares, other=-jnp.inf)
+                                 for ref in earlier)
+        lowest = jnp.maximum(lowest, jnp.max(jnp.where(known_high > -jnp.inf, known_high + known_low, -jnp.inf)))
+
+    def log_law(refs, law, first):
+        side = dual.Side(refs["h"], None, one_of(refs["t"]), Elementwise(), dual.Normalizer(*map(one_of, refs["normalizer"])))
+        tokens = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP, 1), 0)
+        if refs["h"] is None:
+            return dual.log_law(None, tokens, side)
+        raw = group_products(plt, refs["h"], refs["w"], row, first, zero, vocab=vocab, d_model=law["d_model"],
+                             vocab_axis=law["vocab_axis"], chunk=min(2048, pl.next_power_of_2(law["d_model"])))
+        *dense, valid = (*refs["dense"], None) if not law["has_valid"] else refs["dense"]
+        own = Elementwise(**{name: group_option(plt, ref, row, first, tokens, vocab)
+                             for name, ref in zip(law["dense"], dense, strict=True)})
+        end = vocab if valid is None else jnp.minimum(plt.load(valid.at[pl.ds(0, 1)]), vocab)
+        x = processed_logits(model_logits(raw[:, None], law["scale"], law["soft_cap"], own.weight_scale), own, tokens < end)
+        return jnp.where(x == -jnp.inf, -jnp.inf, dual.log_law(x, tokens, side))
+
+    def look(state):
+        done, high, low, token, log_p, mass = state
+        bounds = bounds_of(done)
+        now = tile == jnp.min(jnp.where(bounds == jnp.max(bounds), tile, race.NO_ID))
+        first = jnp.sum(jnp.where(now, tile * width + noise.GROUP * lax.rem(winner + done, in_tile), 0))
+        log_ps, log_qs = (log_law(refs, law, first) for refs, law in zip((target, draft), laws, strict=True))
+        new = search.score_groups(dual.log_residual(log_ps, log_qs, factor), log_ps, keys, first[None], sample=sample)
+        better = (new.high > high) | ((new.high == high) & (new.low > low))
+        pick = lambda new, old: jnp.where(better, new, old)  # noqa: E731
+        return (jnp.where(now, done + 1, done), pick(new.high, high), pick(new.low, low), pick(new.token, token),
+                pick(new.log_p, log_p), mass + new.mass)
+
+    def goes_on(state):
+        done, high, low = state[:3]
+        found = jnp.max(jnp.where(high > -jnp.inf, high + low, -jnp.inf))
+        return jnp.max(bounds_of(done)) > jnp.maximum(lowest, found)
+
+    number = lambda value, dtype: jnp.full((1,), value, dtype)  # noqa: E731
+    nothing = (number(-jnp.inf, jnp.float32), number(0.0, jnp.float32), number(race.NO_ID, jnp.int32),
+               number(-jnp.inf, jnp.float32), number(0.0, jnp.float32))
+    done = jnp.where(of_others > ceiling, in_tile, jnp.where(of_best > ceiling, 1, 0))  # by an earlier launch
+    found = lax.while_loop(goes_on, look, (done, *nothing))[1:]
+    for ref, value in zip(out_refs, found, strict=True):
+        plt.store(ref.at[share, pl.ds(row, 1)], value)
 
 
-def search(tokens: Tokens, row: Row, span: Span, few: Few, is_whole, vocab: int) -> Found:
-    """The prefix that top_k, then top_p keep. The tokens given have all tokens in the span, and `is_whole` says that they have
-    all those below it that exist, too. A span with a mass above it has only one of the two filters on.
+def _launch(scores: race.Scores, rows, target: dual.Side, draft: dual.Side, factor, keys, wanted, earlier, *, plt, sample,
+            vocab, shares, floor, ceiling, interpret):
+    """One launch; high, low, token, log p, mass, each `[shares, rows]`."""
+    num_rows = factor.shape[0]
 
-    Where the end is not in the span the prefix is longer, and this says that it was not found.
-    """
-    is_k, is_p = is_on(row, vocab)
-    end, k_found, p_found = no_end(vocab), ~is_k, is_k & ~is_k
-    in_span = lambda x, ids: (kept.ordered_keys(x) >= span.low) & (kept.ordered_keys(x) < span.high)  # noqa: E731
-    if row.top_k is not None:
-        there = add_up(tokens, ones, in_span, span.above)
-        k_found = ~is_k | is_whole | ((there.whole >= row.top_k) & (span.above.whole < row.top_k))
-        target = Mass(jnp.minimum(row.top_k, there.whole), jnp.int32(0))
-        end = branch(is_k & k_found, lambda: end_of_prefix(tokens, ones, target, span, few, vocab), lambda: no_end(vocab))
-    if row.top_p is not None:
-        measure, of_k = masses(row), end
-        is_inside = lambda x, ids: kept.is_kept(kept.ordered_keys(x), ids, of_k)  # noqa: E731
-        inside, base = measure, everything(row)
-        if row.top_k is not None:
-            inside = lambda x, ids: Mass(*(jnp.where(is_inside(x, ids), m, 0) for m in measure(x, ids)))  # noqa: E731
-            base = either(is_k, branch(is_k & is_p, lambda: add_up(tokens, measure, is_inside, nothing()), nothing), base)
-        target = kept.share(base, row.top_p)
-        there = add_up(tokens, inside, in_span, span.above)
-        enough = kept.at_least(there, target) & ~kept.at_least(span.above, target)
-        p_found = is_p & k_found & (is_whole | enough)
-        target = least_of(target, there)
-        key, id = branch(p_found, lambda: end_of_prefix(tokens, inside, target, span, few, vocab), lambda: of_k)
-        end = Kept(key, jnp.where(key == of_k.key, jnp.minimum(id, of_k.id), id))  # more may be tied than top_k left
-    return Found(end, ~(is_p & ~k_found) & ((is_k & k_found) | p_found))
+    def arguments_of(side):
+        return {"normalizer": tuple(side.normalizer), "t": side.t, "h": side.h, "w": side.w, "dense": given(side.options)}
+
+    laws = [{"d_model": None if side.h is None else side.h.shape[1], "vocab_axis": side.vocab_axis,
+             "dense": tuple(side.options.dense()), "has_valid": side.options.valid is not None, "scale": side.options.scale,
+             "soft_cap": side.options.soft_cap} for side in (target, draft)]
+    inputs = (*map(arguments_of, (target, draft)), rows, factor, wanted.astype(jnp.int32), list(keys), list(scores[:2]),
+              earlier)
+    flat = jax.tree.leaves(inputs)
+    out_shape = [like(flat, (shares, num_rows), kind) for kind in (jnp.float32,) * 2 + (jnp.int32,) + (jnp.float32,) * 2]
+    body = functools.partial(_kernel, structure=jax.tree.structure((*inputs, out_shape)), laws=laws, sample=sample, plt=plt,
+                             vocab=vocab, width=scores.width, shares=shares, floor=floor, ceiling=ceiling)
+    return pl.pallas_call(
+        body, grid=(num_rows * shares,), out_shape=out_shape, interpret=interpret, name="gumbeljax_residual_search",
+        compiler_params=plt.CompilerParams(num_warps=16, num_stages=1))(*flat)
+
+
+def search_rows(scores: race.Scores, rows, target: dual.Side, draft: dual.Side, factor, keys, wanted, *, plt, sample, vocab,
+                first=FIRST, most=MOST, shares=None, interpret=False) -> search.Found:
+    """As `search.search`, with a limit on bounds in place of one on groups."""
+    launch = functools.partial(_launch, scores, rows, target, draft, factor, keys, wanted, plt=plt, sample=sample, vocab=vocab,
+                               shares=shares or choose_shares(factor.shape[0]), interpret=interpret)
+    ceiling, floor = -math.log(first), -math.log(most)
+    one = launch([], floor=ceiling, ceiling=math.inf)
+    two = launch(one[:2], floor=floor, ceiling=ceiling)
+    both = (jnp.concatenate(pair) for pair in zip(one, two, strict=True))
+    return search.best_of(search.Found(*both, jnp.full((1, factor.shape[0]), floor, jnp.float32)))

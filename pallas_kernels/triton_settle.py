@@ -23,7 +23,7 @@ from pallas_kernels.triton_rows import (
     spread_load,
     tokens_of,
 )
-from pallas_kernels.triton_search import search
+from pallas_kernels.triton_filter_search import search
 from pallas_kernels.triton_shapes import DRAWN, IN_SPAN, SETTLED, WHOLE, Shape, State
 
 

@@ -5,6 +5,7 @@ XLA copies the slice, so where all the logits are smaller than that (few rows of
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from pallas_kernels.logits import Elementwise, block_of, existing, model_logits,
 from pallas_kernels.tiles import XlaTiles
 
 COPIED = 2**21  # coordinates of `w` in a block
+WIDTH = 64  # ids that share a kept score
 
 
 def choose_tiles(h, w, vocab: int) -> XlaTiles:
@@ -62,21 +64,32 @@ def block_logits(h, w, start, size, vocab_axis, precision):
 
 def fold_blocks(block_fn, merge_fn, vocab, block) -> Any:
     """`merge_fn` over `block_fn(start, size)` for every block; the last may be shorter. No block is sliced twice."""
+    return fold_and_keep(lambda start, size: (block_fn(start, size), None), merge_fn, vocab, block)[0]
+
+
+def fold_and_keep(block_fn, merge_fn, vocab, block) -> Any:
+    """`fold_blocks` over the first result of `block_fn`, and its second, an array or None, of all blocks along axis 0."""
     block = min(block, vocab)
-    first = block_fn(jnp.int32(0), block)
+    first, kept = block_fn(jnp.int32(0), block)
 
     def step(carry, start):
-        return pair(carry, block_fn(start, block)), None
+        new, kept = block_fn(start, block)
+        return pair(carry, new), kept
 
     def pair(a, b):
         return merge_fn(jax.tree.map(lambda x, y: jnp.stack([x, y]), a, b))
 
     starts = jnp.arange(1, vocab // block, dtype=jnp.int32) * block
-    out = lax.scan(step, first, starts)[0] if starts.size else first
+    out, parts = first, [kept]
+    if starts.size:
+        out, kept = lax.scan(step, first, starts)
+        parts.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept))
     if tail := vocab % block:
         out, start = keep_order((out, jnp.int32(vocab - tail)))  # else both blocks would be alive at once
-        out = pair(out, block_fn(start, tail))
-    return out
+        new, kept = block_fn(start, tail)
+        out = pair(out, new)
+        parts.append(kept)
+    return out, jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
 
 def pad_to_group(x):
@@ -118,6 +131,24 @@ def piece(h, w, keys, t, options: Elementwise = Elementwise(), *, vocab, sample=
                              with_model=with_model, tiles=tiles)
     draw = finish(h, w, keys, t, options, won, model_mass, vocab=vocab, sample=sample, vocab_axis=vocab_axis)
     return Piece(draw, won, model_mass)
+
+
+def scored_piece(h, w, keys, t, options: Elementwise = Elementwise(), *, vocab, sample=0, vocab_axis=0, precision=None,
+                 tiles=None) -> tuple[Piece, race.Scores]:
+    """`piece`, and what the groups scored, tile by tile."""
+    block = (tiles or choose_tiles(h, w, vocab)).block
+    width = WIDTH if block >= vocab else math.gcd(block, WIDTH)
+
+    def of_block(start, size):
+        x = pad_to_group(processed_block(h, w, start, size, options, vocab_axis, precision)[1])
+        groups = race.groups_of(*race.group_masses(x, t), keys, sample, t, start)
+        in_tile = width // noise.GROUP
+        high = jnp.pad(groups.high, ((0, -groups.high.shape[0] % in_tile), (0, 0)), constant_values=-jnp.inf)
+        return race.merge(groups, t), race.halved(jnp.max(high.reshape(-1, in_tile, high.shape[1]), axis=1))
+
+    won, best = fold_and_keep(of_block, lambda pair: race.merge(pair, t), vocab, block)
+    out = finish(h, w, keys, t, options, won, None, vocab=vocab, sample=sample, vocab_axis=vocab_axis)
+    return Piece(out, won, None), race.Scores(best, None, width)
 
 
 def draw(*arguments, **options) -> Draw:

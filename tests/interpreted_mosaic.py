@@ -1,5 +1,7 @@
 """The Mosaic GPU kernels under JAX's interpreter. Run by tests/test_kernels.py, in a process of its own."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,15 +12,18 @@ from pallas_kernels import finish, mosaic, race, triton_merge
 from pallas_kernels.logits import Elementwise, canonical_temperature
 from pallas_kernels.tiles import MosaicTiles
 from tests import heads, oracles
+from tests.speculative.test_search import check_scores
 
 mgpu, plt = _compat.pallas_mosaic(), _compat.pallas_triton()
 
 
-def mosaic_stage1(h, w, words, t, options, *, vocab, vocab_axis=0, tiles=None, wanted="race", num_sms=1, sample=0):
+def mosaic_stage1(h, w, words, t, options, *, vocab, vocab_axis=0, tiles=None, wanted="race", num_sms=1, sample=0,
+                  with_scores=False):
     """What the Mosaic GPU kernel returns under its interpreter, for the rows that exist."""
     with mgpu.force_gpu_interpret_mode(mgpu.InterpretGPUParams()):
         out = mosaic.launch(h, w, words, t, options, mgpu=mgpu, wanted=wanted, vocab=vocab, vocab_axis=vocab_axis,
-                            with_model=wanted == "race", tiles=tiles, num_sms=num_sms, sample=sample)
+                            with_model=wanted == "race", tiles=tiles, num_sms=num_sms, sample=sample,
+                            with_scores=with_scores)
     return [x[:, :h.shape[0]] for x in out]
 
 
@@ -58,6 +63,24 @@ def test_interpreted_mosaic_kernel_equals_the_oracle(vocab_axis, rows, num_sms, 
     want = np.exp((laws.processed - best[:, None]) / warm[:, None]).sum(-1)
     np.testing.assert_allclose(np.asarray(mass.top), best, atol=1e-5)
     np.testing.assert_allclose(np.asarray(mass.total)[t > 0], want[t > 0], rtol=2e-5)
+
+
+@pytest.mark.parametrize("rows, num_sms, tiles", [
+    (5, 2, MosaicTiles(False, 64, 64, 2)), (130, 2, MosaicTiles(True, 96, 64, 2)), (65, 3, MosaicTiles(True, 144, 64, 2)),
+    (3, 1, MosaicTiles(False, 16, 64, 2)), (5, 2, MosaicTiles(False, 64, 64, 2, pair_vocab=True))])
+def test_scores_of_the_tiles_equal_the_oracle(rows, num_sms, tiles):
+    """Of each tile the best group and the second, whatever the tiles; the race beside them is the same with and without."""
+    vocab = 509
+    h, w = heads.exact_head(576, 64, rows, jnp.bfloat16)
+    words = heads.keys_of(9, rows)[1]
+    t = np.random.default_rng(0).choice([0.5, 1.0, 2.0], rows)
+    call = functools.partial(mosaic_stage1, h, w, tuple(jnp.asarray(words.T)), canonical_temperature(t), Elementwise(),
+                             vocab=vocab, tiles=tiles, num_sms=num_sms, sample=3)
+    *plain, best, second = call(with_scores=True)
+    for a, b in zip(plain, call(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    want = oracles.group_scores(heads.exact_logits(h, w)[:, :vocab], words, t, sample=3)
+    check_scores(race.Scores(best, second, tiles.vocab), want)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter multiplies in NumPy

@@ -158,6 +158,15 @@ def grouped_draw(logits, row_keys, temperature=1.0, *, sample=0, num_samples=Non
     return Draw(*(x[:, 0] for x in draw)) if num_samples is None else draw
 
 
+def group_scores(logits, row_keys, temperature, *, sample=0, purpose=DRAW):
+    """The score of every group in the draw of one sample, float64 `[rows, groups]`, at positive temperatures."""
+    logits, row_keys = np.asarray(logits, np.float64), np.asarray(row_keys, np.uint32)
+    x, m, t = _grouped(logits, _temperatures(temperature, len(logits)))
+    first_ids = np.arange(m.shape[1], dtype=np.uint32) * GROUP
+    noise = gumbel(row_keys[:, :1], row_keys[:, 1:], stream(purpose, sample, GROUP_LEVEL), first_ids)
+    return m + t[:, None] * (_scaled_masses(x, m, t) + noise)
+
+
 def grouped_without_replacement(logits, row_keys, k, temperature=1.0, *, purpose=DRAW):
     """int32 `[rows, k]`: k distinct tokens in Plackett-Luce order, -1 where the row runs out of tokens."""
     logits, row_keys = np.asarray(logits), np.asarray(row_keys, np.uint32)

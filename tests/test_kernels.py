@@ -107,7 +107,7 @@ def test_interpreted_mosaic_kernels():
         except subprocess.TimeoutExpired:
             assert attempt < 2, "three stalls in a row"
             continue
-        assert run.returncode == 0 and "12 passed" in run.stdout, run.stdout + run.stderr
+        assert run.returncode == 0 and "20 passed" in run.stdout, run.stdout + run.stderr
         return
 
 
@@ -123,7 +123,8 @@ def test_mosaic_lowers(vocab, d_model, rows, vocab_axis):
 
     def everything(h, w, words, t):
         return (mosaic.draw(h, w, words, t, plt=plt, with_model=True, **table), mosaic.draw(h, w, words, t, plt=plt, **table),
-                mosaic.stage1_mass(h, w, t, Elementwise(0.5, 30.0), **table))
+                mosaic.scored_piece(h, w, words, t, plt=plt, **table)[1][:2],
+                mosaic.stage1_mass(h, w, t, Elementwise(0.5, 30.0), plt=plt, **table))
 
     assert "mosaic_gpu" in lower(everything, DEVICES[0], h, w, words, t).as_text()
 

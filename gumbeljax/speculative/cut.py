@@ -3,10 +3,11 @@
 Each function is one pass over a shard and one small collective, or, on a whole vocabulary, the pass alone. `Side`s have
 the ids of the whole vocabulary and are the same on all shards but for their tables.
 
-    draw            24 bytes per row and shard
+    scored_draw     24 bytes per row and shard
     mass            12
     logits_at       4 bytes per row, summed
     residual_mass   4, summed
+    residual_search 24
     residual_draw   24
 """
 
@@ -18,7 +19,7 @@ from gumbeljax import _mesh, _shards
 from gumbeljax._call import Config, Operands
 from gumbeljax._implementation import Stages
 from gumbeljax._typing import Array
-from pallas_kernels import dual, race
+from pallas_kernels import dual, race, search
 from pallas_kernels.finish import Draw
 
 
@@ -33,6 +34,20 @@ def draw(operands: Operands, config: Config, keys, *, sample: int) -> Draw:
         return _shards.draw(operands, keys, config, num_samples=None, log_probs=True, with_model=False, sample=sample)
     return config.stages().draw(operands.h, operands.w, keys, operands.t, operands.options(config), sample=sample,
                                 **config.shape_arguments())
+
+
+def scored_draw(operands: Operands, config: Config, keys, *, sample: int) -> tuple[Draw, race.Scores]:
+    """`draw`, and the scores of all groups: on a shard, of its own."""
+    axes, local = config.axis_name, operands
+    if axes:
+        first = _mesh.first_id(axes, config.vocab)
+        local, keys = _mesh.vary((operands, keys), axes)
+        keys = (*keys, jnp.full_like(keys[0], first.astype(jnp.uint32)))
+    piece, scores = config.stages().scored_piece(local.h, local.w, keys, local.t, local.options(config), sample=sample,
+                                                 **config.shape_arguments())
+    if not axes:
+        return piece.draw, scores
+    return _shards.merge_draws(*_mesh.gather(_shards.said(piece, first, True), axes), t=operands.t), scores
 
 
 def _varying(tree, axes: tuple[str, ...]):
@@ -75,6 +90,20 @@ def residual_mass(target: dual.Side, draft: dual.Side, factor, config: Config, s
         return stages.residual_mass(target, draft, factor, vocab=config.vocab)
     target, draft = _own((target, draft), config)
     return lax.psum(stages.residual_mass(target, draft, _varying(factor, axes), vocab=config.vocab), axes)
+
+
+def residual_search(scores: race.Scores, rows, target: dual.Side, draft: dual.Side, factor, keys, wanted, config: Config,
+                    stages: Stages, *, sample: int) -> search.Found:
+    """A look at the groups that are likely to win the race over `max(p - factor * q, 0)`, at `rows` of the scores."""
+    axes = config.axis_name
+    if not axes:
+        return stages.residual_search(scores, rows, target, draft, factor, keys, wanted, sample=sample, vocab=config.vocab)
+    first = _mesh.first_id(axes, config.vocab)
+    target, draft = _own((target, draft), config)
+    keys = (*keys, jnp.full_like(keys[0], first.astype(jnp.uint32)))
+    rows, factor, keys, wanted = _varying((rows, factor, keys, wanted), axes)
+    found = stages.residual_search(scores, rows, target, draft, factor, keys, wanted, sample=sample, vocab=config.vocab)
+    return search.best_of(search.Found(*_mesh.gather(tuple(found._replace(token=found.token + first)), axes)))
 
 
 def residual_draw(target: dual.Side, draft: dual.Side, factor, keys, config: Config, stages: Stages, *,

@@ -14,14 +14,12 @@ from gumbeljax._call import Config, Operands
 from gumbeljax._implementation import Stages
 from gumbeljax._typing import Array
 from gumbeljax.speculative import cut
-from pallas_kernels import dual, noise, xla
+from pallas_kernels import dual, noise, race, xla
 from pallas_kernels.finish import has_law
 from pallas_kernels.logits import Elementwise
 
 STREAMS = 2**23  # of one purpose: sample number STREAMS is the first of the next purpose
-FROM_TARGET = noise.RESIDUAL * STREAMS  # the bonus, or the first candidate for the residual
-FROM_RESIDUAL = noise.RESIDUAL * STREAMS + 1
-CANDIDATE_COIN = 2**22  # coins below it belong to the chains
+FROM_TARGET = noise.RESIDUAL * STREAMS  # the bonus, or what replaces a rejected token: a position has one or the other
 NEGLIGIBLE = 2.0**-20  # a residual mass below it is rounding: p and q are equal
 
 
@@ -32,6 +30,7 @@ class Outcome(NamedTuple):
     num_accepted: Array
     log_probs: Array
     chain: Array
+    undecided: Array  # bool `[requests]`: a pass over both tables had to find the token
 
 
 class Scores(NamedTuple):
@@ -72,11 +71,13 @@ def _rows_of(side: dual.Side, rows: Array) -> dual.Side:
                          normalizer=dual.Normalizer(*(x[rows] for x in side.normalizer)))
 
 
-def target_side(operands: Operands, config: Config, keys) -> dual.Side:
-    """One pass over the target's table: p's normaliser, and a token drawn from p (-1 without a law), at every row."""
-    drawn = cut.draw(operands, config, keys, sample=FROM_TARGET)
+def target_side(operands: Operands, config: Config, keys) -> tuple[dual.Side, race.Scores]:
+    """One pass over the target's table: p's normaliser and a token drawn from p (-1 without a law), at every row, and what the
+    groups scored in that draw."""
+    drawn, scores = cut.scored_draw(operands, config, keys, sample=FROM_TARGET)
     zero = jnp.zeros_like(drawn.log_normalizer)
-    return _side(operands, config, dual.Normalizer(drawn.log_normalizer, zero, drawn.token, drawn.processed_log_prob))
+    normalizer = dual.Normalizer(drawn.log_normalizer, zero, drawn.token, drawn.processed_log_prob)
+    return _side(operands, config, normalizer), scores
 
 
 def draft_side(operands: Operands | None, config: Config | None, tokens: Array) -> tuple[dual.Side, Array]:
@@ -102,9 +103,8 @@ def levels(target: dual.Side, draft: dual.Side, num_chains: int, config: Config,
 
 
 def log_coins(keys, num_chains: int) -> Array:
-    """Logs of uniform numbers in (0, 1), never -inf, never 0, for each chain and then for the candidate:
-    `[chains + 1, requests, positions]`."""
-    numbers = jnp.arange(num_chains + 1).at[-1].set(CANDIDATE_COIN)[:, None, None]
+    """Logs of uniform numbers in (0, 1), never -inf, never 0, `[chains, requests, positions]`."""
+    numbers = jnp.arange(num_chains)[:, None, None]
     words = noise.threefry2x32(keys[0], keys[1], noise.stream(noise.COIN, numbers, 0), jnp.uint32(0))
     return jnp.log(noise.uniform(*words))
 
@@ -184,11 +184,13 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
     requests, num_chains, draft_len = tokens.shape
     positions, config = draft_len + 1, target_config
     spread = lambda x: jnp.broadcast_to(x[:, None], (requests, num_chains, positions)).reshape(-1)  # noqa: E731
-    p = target_side(target, target_config, tuple(map(spread, keys)))
+    of_rows = tuple(map(spread, keys))
     if draft_len == 0:
-        token, log_p = (x.reshape(requests, num_chains) for x in (p.normalizer.token, p.normalizer.token_log_prob))
+        drawn = cut.draw(target, config, of_rows, sample=FROM_TARGET)
+        token, log_p = (x.reshape(requests, num_chains) for x in (drawn.token, drawn.processed_log_prob))
         none = jnp.zeros(requests, jnp.int32)
-        return Outcome(token[:, :1], none, log_p[:, :1], none)
+        return Outcome(token[:, :1], none, log_p[:, :1], none, none > 0)
+    p, group_scores = target_side(target, config, of_rows)
     rows = jnp.arange(requests * num_chains * positions).reshape(requests, num_chains, positions)
     if draft is not None:  # one table after the other: together they would need the memory of two blocks
         draft, normalizer = xla.keep_order((draft, p.normalizer))
@@ -201,22 +203,23 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
 
     # The last token: from p where nothing was rejected, else from what the rejections left of p.
     request, place = jnp.arange(requests), jnp.minimum(stop.position, draft_len - 1)
-    p = _rows_of(p, rows[request, stop.chain, stop.position])
+    p_row = rows[request, stop.chain, stop.position]
+    p = _rows_of(p, p_row)
     q = _rows_of(q, (request * num_chains + stop.chain) * draft_len + place)
     factor = jnp.where(stop.level > 0, _at_level(scores.factors[:, request, stop.chain, place], stop.level), 0.0)
     keys = tuple(x[request, stop.position] for x in keys)
     token, log_p = p.normalizer.token, p.normalizer.token_log_prob
-    log_q, = cut.log_laws_at([q], [token], config)
     # Greedy rows have one token to be drawn, whatever q says of it.
-    coin = coins[-1, request, stop.position]
-    kept = (stop.level == 0) | (p.t == 0.0) | (coin < dual.log_residual(log_p, log_q, factor) - log_p)
-    again = ~kept & (token >= 0)
+    again = (stop.level > 0) & (p.t != 0.0) & (token >= 0)
+    found = cut.residual_search(group_scores, p_row, p, q, factor, keys, again, config, stages, sample=FROM_TARGET)
+    undecided = again & ~(found.is_winner() & (found.mass > NEGLIGIBLE))
 
     def draw(_):
-        return cut.residual_draw(p, q, factor, keys, config, stages, sample=FROM_RESIDUAL)
+        drawn = cut.residual_draw(p, q, factor, keys, config, stages, sample=FROM_TARGET)
+        return tuple(jnp.where(undecided, x, y) for x, y in zip(drawn, searched, strict=True))
 
-    zero = jnp.zeros_like(log_p)
-    other, log_p_other, mass = jax.lax.cond(jnp.any(again), draw, lambda _: (jnp.zeros_like(token), zero, zero), None)
+    searched = found.token, found.log_p, found.mass
+    other, log_p_other, mass = jax.lax.cond(jnp.any(undecided), draw, lambda _: searched, None)
     again &= mass > NEGLIGIBLE
     token, log_p = jnp.where(again, other, token), jnp.where(again, log_p_other, log_p)
 
@@ -225,4 +228,4 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
     place, last = jnp.arange(positions), stop.position[:, None]
     tokens = jnp.where(place < last, accepted, jnp.where(place == last, token[:, None], -1))
     log_probs = jnp.where(place < last, log_p_accepted, jnp.where(place == last, log_p[:, None], 0.0))
-    return Outcome(tokens, stop.position, log_probs, stop.chain)
+    return Outcome(tokens, stop.position, log_probs, stop.chain, undecided)

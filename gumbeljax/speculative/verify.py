@@ -19,16 +19,18 @@ A position is thus described by N numbers, and all N chains are rejected there w
 
 **From hidden states** nothing of the size `[rows, draft_len, vocab]` is made. One pass over each table, over all its
 positions at once, gives the normalisers and with them the log-probabilities of the drafted tokens; the pass over the
-target's table also draws one token from p at each position. Where the draft ends, that token is the bonus. Where a draft is
-rejected it is a candidate for the residual law, which it follows if it is kept with probability 1 - q / p; only the rows
-that do not keep it pay for a pass over both tables, at their one position.
+target's table also draws one token from p at each position, and keeps a few bytes for every tile of the vocabulary. Where
+the draft ends, that token is the bonus. Where a draft is rejected, the token is the winner of a race over the residual r <= p
+with the same noise, in which no group of tokens can score more than it did in p's: so the groups that scored best there are
+looked at again, until the best score under r is above what is left (A* sampling). Only rows that such a search does not decide
+pay for a pass over both tables, at their one position, which finds the token that a longer search would have found.
 
-Noise: coins, residual draws and draws of drafts have streams of their own under the key of the position, so drafts may have
-been drawn with the same keys. (The bonus and the first candidate share a stream: a position has one or the other.)
+Noise: coins, draws from the target and draws of drafts have streams of their own under the key of the position, so drafts may
+have been drawn with the same keys. (The bonus and the draw from the residual share a stream: a position has one or the other.)
 
 Sources: Y. Leviathan, M. Kalman, Y. Matias, "Fast inference from transformers via speculative decoding", ICML 2023;
 C. Chen et al., "Accelerating large language model decoding with speculative sampling", arXiv 2302.01318; X. Miao et al.,
-"SpecInfer", ASPLOS 2024 (several chains).
+"SpecInfer", ASPLOS 2024 (several chains); C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NeurIPS 2014.
 """
 
 import functools
@@ -91,7 +93,7 @@ def _run(target: Law, draft: Law | None, draft_tokens, key: Key, draft_lens, cha
     keys = tuple(x.reshape(-1, shape[-1]) for x in row_keys(key, positions))  # a target has at least one position
     if drafts.tokens.shape[0] == 0:
         nothing = jnp.zeros(positions, jnp.int32)
-        return Outcome(nothing, nothing[..., 0], nothing.astype(jnp.float32), nothing[..., 0])
+        return Outcome(nothing, nothing[..., 0], nothing.astype(jnp.float32), nothing[..., 0], nothing[..., 0] > 0)
     with plain_broadcasting():
         has_filters = p.filters is not None or (q is not None and q.filters is not None)
         verify_drafts = stored.verify_drafts if has_filters else leviathan.verify_drafts
@@ -113,9 +115,9 @@ def verify(target: Law, draft: Law | None, draft_tokens: ArrayLike, key: Key, *,
     Of tables that are cut over the vocabulary (`Law.axis_name` in `jax.shard_map`, or explicit axes) a few numbers per position
     move, and the tokens are those of one device, near-ties of coins and scores within the rounding of sums aside.
 
-    Given as hidden states, neither law's logits are written to memory: one pass over each table, then one over both at one
-    position per row, when a row needs it. (Filters do need logits: a few requests' at a time.) Everything is traced, so
-    per-row temperatures, masks and lengths do not retrace.
+    Given as hidden states, neither law's logits are written to memory: one pass over each table, then a look at a few groups
+    of tokens, and now and then a pass over both tables at one position per row. (Filters do need logits: a few requests' at a
+    time.) Everything is traced, so per-row temperatures, masks and lengths do not retrace.
 
     Args:
       target: the `Law` at positions `[*batch, draft_len + 1]`; the last is that of the token after the draft.
@@ -179,7 +181,7 @@ def verify_chains(target: Law, draft: Law, draft_tokens: ArrayLike, key: Key, *,
         raise TypeError("draft must be the Law that the chains were drawn from; got None: chains that are not drawn have no "
                         "common law, so use verify with one of them.")
     out = on_shards(verify_several, target, draft, draft_tokens, key, draft_lens, inner=2)
-    return ChainsVerification(*(verify_several(target, draft, draft_tokens, key, draft_lens) if out is None else out))
+    return ChainsVerification(*(verify_several(target, draft, draft_tokens, key, draft_lens) if out is None else out)[:4])
 
 
 def verify_coupled(target: Law, draft_tokens: ArrayLike, key: Key, *, draft_lens: ArrayLike | None = None) -> Verification:

@@ -122,9 +122,7 @@ def test_gates_see_every_mistake(mistake):
 
 SHARED = {
     None: {},
-    "candidates with the noise of the drafts": {"FROM_TARGET": 0},
-    "residual with the noise of its candidate": {"FROM_RESIDUAL": leviathan.FROM_TARGET},
-    "one coin for the draft and for the candidate": {"CANDIDATE_COIN": 0},
+    "residual with the noise of the drafts": {"FROM_TARGET": 0},
     "coins with the noise of the drafts": {"COIN": noise.DRAW},
 }
 

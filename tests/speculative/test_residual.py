@@ -12,9 +12,11 @@ from jax.sharding import AbstractDevice, AbstractMesh
 import gumbeljax
 from gumbeljax import _compat
 from gumbeljax.speculative import Law, verify, verify_chains
+from gumbeljax.speculative.verify import verify_one
 from pallas_kernels import dual, triton_dual
 from pallas_kernels.logits import Elementwise
 from pallas_kernels.tiles import TritonTiles
+from tests.heads import exact_head
 
 plt = _compat.pallas_triton()
 needs_triton = pytest.mark.skipif(plt is None, reason="this jax has no Pallas Triton backend")
@@ -104,6 +106,35 @@ def test_tokens_are_those_of_xla_on_a_gpu(dtype, requests, chains):
         np.testing.assert_array_equal(out.num_accepted, outs[2].num_accepted)
         np.testing.assert_allclose(out.log_probs, outs[2].log_probs, rtol=1e-4, atol=1e-4)
     assert 0 < int(outs[2].num_accepted.sum()) < 4 * requests or requests == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("requests", [8, 32])
+def test_mosaic_tokens_are_those_of_xla_on_a_gpu(requests):
+    """Twenty rounds on exact logits: every token, and how often a row needs the pass over both tables."""
+    vocab, width, draft_len = 32_768, 256, 4
+    h, w = exact_head(vocab, width, requests * (draft_len + 1), jnp.bfloat16)
+    h = h.reshape(requests, draft_len + 1, width)
+    draft_h, draft_w = h[:, :-1, :192], jnp.array(w[:, :192])
+
+    @functools.partial(jax.jit, static_argnames="name")
+    def rounds(keys, name):
+        def one(key):
+            drafted = gumbeljax.sample(draft_h, draft_w, jax.random.fold_in(key, 1), implementation="xla")
+            p, q = Law(h, w, temperature=0.8, implementation=name), Law(draft_h, draft_w, implementation=name)
+            return verify_one(p, q, drafted, key, None)
+
+        return jax.lax.map(one, keys)
+
+    keys = jax.random.split(jax.random.key(0), 20)
+    got, want = rounds(keys, "mosaic"), rounds(keys, "xla")
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    np.testing.assert_array_equal(got.num_accepted, want.num_accepted)
+    np.testing.assert_allclose(got.log_probs, want.log_probs, rtol=1e-4, atol=1e-4)
+    rejected = np.asarray(got.num_accepted) < draft_len
+    print(f"{requests} x {draft_len}: {rejected.sum()} rejections, {int(got.undecided.sum())} of them needed both tables, in "
+          f"{int(got.undecided.any(axis=1).sum())} of {len(keys)} calls")
+    assert rejected.mean() > 0.3 and got.undecided.mean() < 0.01
 
 
 def two_log_softmaxes(h, w, draft_h, draft_w, drafted, key):

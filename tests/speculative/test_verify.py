@@ -244,7 +244,8 @@ def test_hidden_states_never_become_all_the_logits():
                  shape(vocab, d_model), jax.ShapeDtypeStruct((rows, draft_len), jnp.int32),
                  jax.eval_shape(lambda: jax.random.key(0)))
     everything = rows * draft_len * vocab
-    assert largest(jax.make_jaxpr(hidden)(*arguments).jaxpr) <= everything // 16
+    scores = rows * (draft_len + 1) * vocab // 16  # one a group
+    assert largest(jax.make_jaxpr(hidden)(*arguments).jaxpr) <= scores
     memory = jax.jit(hidden).lower(*arguments).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * everything // 8
 

@@ -1,0 +1,87 @@
+"""The winner of the race over `max(p - c q, 0)` without a pass over two tables: an A* search along the scores under p.
+
+The residual r is nowhere above p. So with the noise G of the race over p, a group's score under r, `log r_g + G_g`, is at most
+its score under p, `log p_g + G_g`, which the pass that drew from p has kept. Groups are looked at in the order of that bound,
+and where the best score under r is not below the bound of all the others, it is the winner of the race over all of r.
+
+A search looks at a limited number of groups, so it may end without an answer: then `dual.residual_draw` with the same noise
+finds the token that a longer search would have found (near-ties aside).
+
+Source: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NeurIPS 2014.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import dual, noise, race
+from pallas_kernels.finish import ids_of
+from pallas_kernels.logits import inverse_temperature
+
+IDS = 1024  # looked at for a row
+NATS = 1e-4  # by how much rounding of noise and sums may lift a score above its bound,
+RELATIVE = {"float32": 2.0**-18, "float16": 2.0**-10}  # and that of logits and of what is kept, as a part of the score
+
+
+class Found(NamedTuple):
+    """What a search says, `[rows]`: the best score under r and its token, and log p of that; r's mass in the groups that were
+    looked at; and a bound on the scores of all others."""
+
+    high: Any
+    low: Any
+    token: Any
+    log_p: Any
+    mass: Any
+    bound: Any
+
+    def is_winner(self):
+        """Whether nothing can have a better score than what was found."""
+        return (self.high > -jnp.inf) & (self.high + self.low >= self.bound)
+
+
+def bounds(high, t, normalizer: dual.Normalizer):
+    """Scores under p in nats, `log p_g + G_g`, lifted by what rounding can do."""
+    relative, high = RELATIVE[high.dtype.name], high.astype(jnp.float32)
+    lifted = (high + relative * jnp.abs(high) - normalizer.top) * inverse_temperature(t) - normalizer.log_total + NATS
+    return jnp.where(high == -jnp.inf, -jnp.inf, lifted)
+
+
+def score_groups(r, log_p, keys, first, *, sample) -> Found:
+    """What groups say one by one, `[...]`: log r and log p `[16, ...]`, first ids `[...]`. Runs inside kernels too."""
+    one = jnp.float32(1.0)
+    top = jnp.max(r, axis=0)
+    total = jnp.sum(jnp.exp(r - race.finite_or_zero(top)), axis=0)
+    high, low = race.scores(top, total, race.group_noise(keys, sample, first), one)
+    ids = first + lax.broadcasted_iota(jnp.int32, r.shape, 0)
+    token = race.choose(race.token_scores(r, keys, sample, one, ids), ids)
+    log_p = jnp.sum(jnp.where(ids == token, log_p, 0.0), axis=0)
+    return Found(high, low, token, log_p, total * jnp.exp(top), None)
+
+
+def best_of(found: Found) -> Found:
+    """The best of what was found along axis 0."""
+    high, low, token = race.best_score(found.high, found.low, found.token)
+    log_p = jnp.max(jnp.where(found.token == token, found.log_p, -jnp.inf), axis=0)
+    return Found(high, low, token, log_p, jnp.sum(found.mass, axis=0), jnp.max(found.bound, axis=0))
+
+
+def search(scores: race.Scores, rows, target: dual.Side, draft: dual.Side, factor, keys, wanted, *, sample, vocab,
+           num_ids=None) -> Found:
+    """Looks at all groups of the tiles, `num_ids` ids in all, whose best group scored best. `rows`: those of the scores that
+    the rows of both sides have; `wanted`: rows whose answer counts. Keys as in `dual.residual_draw`."""
+    tiles = -(-vocab // scores.width)
+    num = min(max(1, (IDS if num_ids is None else num_ids) // scores.width), tiles)
+    best, tile = lax.top_k(scores.best[:tiles, rows].T, min(num + 1, tiles))
+    bound = jnp.full_like(target.t, -jnp.inf)
+    if num < tiles:
+        bound = bounds(best[:, num], target.t, target.normalizer)
+    starts = scores.width * jnp.where(wanted, tile[:, :num].T, 0)
+    first = starts[:, None] + jnp.arange(0, scores.width, noise.GROUP, dtype=jnp.int32)[:, None]
+    first = first.reshape(-1, rows.shape[0])
+    ids = ids_of(first)
+    log_p = dual.log_law_of(target, ids, vocab)
+    r = dual.log_residual(log_p, dual.log_law_of(draft, ids, vocab), factor)
+    in_groups = lambda x: x.reshape(-1, noise.GROUP, x.shape[1]).swapaxes(0, 1)  # noqa: E731
+    found = score_groups(in_groups(r), in_groups(log_p), keys, first, sample=sample)
+    return best_of(found._replace(bound=jnp.broadcast_to(bound, first.shape)))

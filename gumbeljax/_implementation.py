@@ -148,7 +148,7 @@ def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None)
                for f in (xla.draw, xla.piece, xla.stage1_mass, xla.stage1_groups, xla.scored_piece))
         block = None if device.platform == "cpu" else 16384
         both = (functools.partial(f, block=block) for f in (dual.residual_draw, dual.residual_mass))
-        return Stages(*one, *both, search.search)
+        return Stages(*(*one, *both, search.search))
     from pallas_kernels import triton, triton_dual, triton_filtered, triton_search
 
     _compat.quiet_triton_deprecation()

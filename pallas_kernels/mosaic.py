@@ -311,12 +311,12 @@ def scored_piece(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, samp
     """As `xla.scored_piece`."""
     del precision
     tiles = tiles or choose_tiles(h.shape[0], vocab, vocab_axis, num_sms)
-    high, low, top, total, winner, logits, *scores = launch(
+    high, low, top, total, winner, logits, best, second = launch(
         h, w, keys, t, options, mgpu=mgpu, wanted="race", vocab=vocab, vocab_axis=vocab_axis, with_model=False,
         tiles=tiles, num_sms=num_sms, sample=sample, with_scores=True)
     drawn = triton_merge.merge(keys, t, race.Race(high, low, winner, top, total), None, logits, plt=plt, vocab=vocab,
                                sample=sample)
-    return drawn, race.Scores(*scores, tiles.vocab)
+    return drawn, race.Scores(best, second, tiles.vocab)
 
 
 def draw(*arguments, **options) -> Draw:

@@ -213,8 +213,8 @@ def piece(*arguments, **options) -> Piece:
 
 def scored_piece(*arguments, **options) -> tuple[Piece, race.Scores]:
     """As `xla.scored_piece`."""
-    drawn, scores, width = _piece(*arguments, **options, with_scores=True)
-    return drawn, race.Scores(*scores, width)
+    drawn, (best, second), width = _piece(*arguments, **options, with_scores=True)
+    return drawn, race.Scores(best, second, width)
 
 
 def _piece(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, sample=0, vocab_axis=0, precision=None,

@@ -7,6 +7,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import kept, noise
 from pallas_kernels import triton_prefix as prefix
 from pallas_kernels.kept import Mass
+from pallas_kernels.triton_filter_search import Found, search
 from pallas_kernels.triton_prefix import Span, Tokens
 from pallas_kernels.triton_rows import (
     barrier,
@@ -23,7 +24,6 @@ from pallas_kernels.triton_rows import (
     tokens_at,
     tokens_of,
 )
-from pallas_kernels.triton_filter_search import Found, search
 from pallas_kernels.triton_shapes import IN_GAP, IN_SPAN, SETTLED, STREAMED, Shape
 
 

@@ -8,6 +8,7 @@ from pallas_kernels import finish as finishing
 from pallas_kernels import kept, noise, race
 from pallas_kernels import triton_prefix as prefix
 from pallas_kernels.finish import Draw
+from pallas_kernels.triton_filter_search import search
 from pallas_kernels.triton_kept import drawn, kept_of, race_of
 from pallas_kernels.triton_prefix import Span, Tokens
 from pallas_kernels.triton_rows import (
@@ -23,7 +24,6 @@ from pallas_kernels.triton_rows import (
     spread_load,
     tokens_of,
 )
-from pallas_kernels.triton_filter_search import search
 from pallas_kernels.triton_shapes import DRAWN, IN_SPAN, SETTLED, WHOLE, Shape, State
 
 

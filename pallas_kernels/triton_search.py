@@ -130,5 +130,6 @@ def search_rows(scores: race.Scores, rows, target: dual.Side, draft: dual.Side, 
     ceiling, floor = -math.log(first), -math.log(most)
     one = launch([], floor=ceiling, ceiling=math.inf)
     two = launch(one[:2], floor=floor, ceiling=ceiling)
-    both = (jnp.concatenate(pair) for pair in zip(one, two, strict=True))
-    return search.best_of(search.Found(*(*both, jnp.full((1, factor.shape[0]), floor, jnp.float32))))
+    high, low, token, log_p, mass = (jnp.concatenate(pair) for pair in zip(one, two, strict=True))
+    bound = jnp.full((1, factor.shape[0]), floor, jnp.float32)
+    return search.best_of(search.Found(high, low, token, log_p, mass, bound))

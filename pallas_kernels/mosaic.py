@@ -21,7 +21,6 @@ from pallas_kernels.logits import Elementwise, model_logits
 from pallas_kernels.mosaic_race import Tile, columns, mass_steps, race_steps, row_vector
 from pallas_kernels.tiles import MosaicTiles
 
-WIDE = 1.10  # time of a tile of 144 ids over that of one of 128, for pairs of rows
 NUM_SMS = 132  # multiprocessors of an H100 or H200; another number is right too, and slower
 
 
@@ -52,13 +51,13 @@ def choose_steps(split_rows: bool, vocab: int, d_model: int) -> int:
     return steps - 1 if steps in (4, 8) else steps
 
 
-def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = NUM_SMS, *,
-                 with_model: bool = False) -> MosaicTiles:
+def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = NUM_SMS) -> MosaicTiles:
     """Tiles for an H200, where few rows were fastest with the first of these widths and many rows too.
 
     A program takes every n-th tile of the vocabulary, so it is the last turn, in which some programs have no tile, that decides
-    between widths: the shard of a head may leave half of a turn empty. With many rows the time of a turn hardly depends on the
-    width of its tile.
+    between widths: the shard of a head may leave half of a turn empty. Of pairs of rows the time of a turn hardly depends on
+    the width of its tile. (Slower on an H200: 144 ids, and four programs that share rows and vocabulary both, of which it holds
+    no more than 30 at once.)
     """
     split_rows = num_rows > 64
     row_tiles = pl.cdiv(num_rows, 128) if split_rows else 1
@@ -67,15 +66,12 @@ def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = 
         widths = (128, 64) if split_rows else (64,)
     else:
         widths = (128, 112, 96, 80, 64) if split_rows else (64, 48, 80, 96)
-        if pair_rows and not with_model:  # two laws at once would not fit the registers
-            widths = (*widths, 144)
+    extra = (600 if pair_rows else 48) if split_rows else 0
 
     def cost(width):
         tile = width if split_rows else 2 * width
         turns = pl.cdiv(pl.cdiv(vocab, tile), max(1, num_sms // row_tiles))
-        if pair_rows:
-            return turns * (128 * WIDE if width == 144 else 128 + (width - 128) / 6)
-        return turns * (tile + 48 * split_rows)
+        return turns * (tile + extra)
 
     least = min(map(cost, widths))
     width = next(width for width in widths if cost(width) <= (1.0 if pair_rows else 1.04) * least)
@@ -102,7 +98,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     if reason := why_not(h, w, options, vocab_axis):
         raise NotImplementedError(f"implementation='mosaic' cannot run this call: {reason}; leave implementation out.")
     num_rows, d_model = h.shape
-    tiles = tiles or choose_tiles(num_rows, vocab, vocab_axis, num_sms, with_model=with_model)
+    tiles = tiles or choose_tiles(num_rows, vocab, vocab_axis, num_sms)
     if d_model % tiles.d_model:
         raise ValueError(f"tiles.d_model must divide d_model, {d_model}; got {tiles.d_model}: choose tiles for this head.")
     if vocab_axis == 1 and tiles.vocab % 64:

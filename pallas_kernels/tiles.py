@@ -34,7 +34,7 @@ class TritonTiles:
 
 @dataclass(frozen=True)
 class MosaicTiles:
-    """Two warpgroups score 64 rows x `vocab` ids (a multiple of 16) each, `d_model` coordinates at a time, with
+    """Two warpgroups score 64 rows x `vocab` ids (a multiple of 16, at most 128) each, `d_model` coordinates at a time, with
     `steps` fetches in flight.
 
     `split_rows`: they share the ids and split 128 rows; otherwise they share 64 rows and split the ids. `pair_rows`: two
@@ -50,9 +50,8 @@ class MosaicTiles:
     pair_vocab: bool = False
 
     def __post_init__(self):
-        most = (10 if self.split_rows else 8) * GROUP  # of more, a thread cannot hold its part, or one copy bring the ids
-        if self.vocab not in range(GROUP, most + 1, GROUP):
-            raise ValueError(f"vocab must be a multiple of {GROUP} and at most {most}; got {self.vocab}.")
+        if self.vocab not in range(GROUP, 8 * GROUP + 1, GROUP):  # its groups share eight columns: more would be lost
+            raise ValueError(f"vocab must be a multiple of {GROUP} and at most {8 * GROUP}; got {self.vocab}.")
         if self.d_model not in (64, 128, 256) or self.steps < 2:
             raise ValueError(f"d_model must be 64, 128 or 256 and steps at least 2; got {self.d_model} and {self.steps}.")
         if self.pair_rows and (self.pair_vocab or not self.split_rows):  # four programs find no place on some multiprocessors

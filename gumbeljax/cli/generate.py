@@ -19,13 +19,13 @@ EPILOG = """\
 examples:
   gumbeljax generate "Name a colour." "Name a river." --temperature 0
   gumbeljax generate --file prompts.txt --batch 8 --top-p 0.9 > answers.jsonl
-  gumbeljax generate --file prompts.jsonl --stop '\\n\\n' --raw
+  gumbeljax generate --file prompts.jsonl --stop $'\\n\\n' --raw
 
 A file has one prompt per line, plain text or a JSON object: {"prompt": "...", "seed": 7, "max_new_tokens": 20,
 "stop": ["."], "temperature": 0.5}; all but the prompt may be left out. - is standard input.
 
-fields of the output: index, prompt, text (cut before a stop string), reason (eos, stop, length), num_prompt_tokens, tokens,
-log_prob (sum of the model's own log-probabilities of the tokens)"""
+fields of the output: index, prompt, text (cut before a stop string), reason (eos, stop, length, no law), num_prompt_tokens,
+tokens, log_prob (sum of the model's own log-probabilities of the tokens)"""
 
 
 class Prompt(NamedTuple):
@@ -186,15 +186,18 @@ def serve_prompts(loaded, prompts: list[Prompt], options: argparse.Namespace, co
     pieces, done, following, num_tokens = [[] for _ in requests], {}, 0, 0
     with progress:
         task = progress.add_task("prompts", total=len(requests), speed="compiling")
-        start = None
+        start, is_warm = 0.0, False
         for output in serve(
             decode_fn, params, w, requests, cache, text_fn=tokenizer.decode, chunk_size=options.chunk_size,
             shares_prefix=not options.no_prefix_sharing, sample_fn=sample_fn, **sampling_options(options),
         ):  # fmt: skip
-            start = progress.get_time() if start is None else start
-            elapsed = progress.get_time() - start
-            num_tokens += len(output.tokens) * (elapsed > 0)
-            progress.update(task, speed=f"{num_tokens / elapsed:.0f} tokens/s" if elapsed > 0 else "compiling")
+            now = progress.get_time()
+            is_warm = is_warm or bool(pieces[output.index])
+            if is_warm:
+                num_tokens += len(output.tokens)
+                progress.update(task, speed=f"{num_tokens / (now - start):.0f} tokens/s")
+            else:  # the first chunk, which compiles, is not counted
+                start = now
             pieces[output.index].append(output)
             if output.reason is None:
                 continue
@@ -213,4 +216,6 @@ def serve_prompts(loaded, prompts: list[Prompt], options: argparse.Namespace, co
             while following in done:
                 yield done.pop(following)
                 following += 1
+        if not is_warm:
+            progress.update(task, speed="")
 

@@ -131,6 +131,14 @@ def test_what_does_not_fit_is_said(capsys, folder):
     assert err.count("\n") == 1
 
 
+def test_a_tokenizer_with_more_ids_than_the_model_is_found_out(capsys, folder, monkeypatch):
+    monkeypatch.setattr("gumbeljax.models.tokenizer.Tokenizer.encode", lambda self, text: [1, 10**6])
+    for arguments in (("generate", "ab", *FLAGS), ("ab", "--raw", "--quiet", "--max-new-tokens", "9")):
+        code, _, err = command.call(capsys, *arguments, "--model", folder)
+        assert code == 2 and "must hold token ids from 0 to" in err and "got 1000000; encode it with" in err
+        assert err.count("\n") == 1
+
+
 def test_help_is_complete(capsys):
     code, out, _ = call(capsys, "--help")
     assert code == 0
@@ -138,6 +146,7 @@ def test_help_is_complete(capsys):
         assert action.help
         assert all(name in out for name in action.option_strings)
     assert "continuous batching" in out and "fields of the output" in out
+    assert r"--stop $'\n\n'" in out  # without the dollar sign a shell passes four characters
 
 
 @pytest.mark.parametrize("field", [{"seed": -1}, {"seed": "7"}, {"max_new_tokens": 2.5}, {"max_new_tokens": 0}, {"stop": [1]},

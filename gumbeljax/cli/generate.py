@@ -218,4 +218,3 @@ def serve_prompts(loaded, prompts: list[Prompt], options: argparse.Namespace, co
                 following += 1
         if not is_warm:
             progress.update(task, speed="")
-

@@ -188,7 +188,7 @@ def run(options: argparse.Namespace) -> None:
         with quiet.status(f"{batch} rows ..."):
             timings.append(time_batch(model, batch, options))
         t = timings[-1]
-        numbers = (f"{t.tpot_ms:.3f}", f"{t.tokens_per_second:,.1f}", f"{t.prefill_ms:,.1f}", f"{t.read_gb:.3f}")
+        numbers = (f"{t.tpot_ms:.3f}", f"{t.tokens_per_second:,.1f}", f"{t.prefill_ms:,.1f}", f"{t.read_gb:.3g}")
         table.add_row(str(t.batch), *numbers, f"{t.gb_per_second:,.1f}")
     console.print(table)
     if options.json is not None:
@@ -216,11 +216,12 @@ def draw_plot(path: str, title: str, timings: list[Timing]) -> None:
         axis.plot(rows, [getattr(t, field) for t in timings], "o-", color="#1f6f8b")
         for t in timings:
             y = getattr(t, field)
-            axis.annotate(f"{y:.3g}", (t.batch, y), (0, 6), textcoords="offset points", ha="center")
+            text = f"{y:.3g}" if y < 100 else f"{y:,.0f}"
+            axis.annotate(text, (t.batch, y), (-5, 4), textcoords="offset points", ha="right")  # left of a rising line
         axis.set(xscale="log", xlabel="rows", ylabel=label, ylim=(0, 1.2 * max(getattr(t, field) for t in timings)))
         axis.set_xticks(rows, [str(n) for n in rows], minor=False)
         axis.minorticks_off()
-        axis.margins(x=0.15)
+        axis.margins(x=0.25)
         axis.grid(alpha=0.3)
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=130)

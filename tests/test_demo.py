@@ -1,4 +1,4 @@
-"""The demo as `make demo` runs it, with a short answer, and the example of a model of one's own."""
+"""The demo as `make demo` runs it, with a short answer, and the examples of a model of one's own and of another library's."""
 
 import importlib.util
 import os
@@ -26,3 +26,11 @@ def test_a_model_of_ones_own():
                          capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "PASS" in run.stdout and "2000 rows share 1 page" in run.stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gemma") is None, reason="gemma is not installed (the example says how)")
+def test_a_model_of_the_gemma_library():
+    run = subprocess.run([sys.executable, ROOT / "examples" / "gemma_hook.py"], env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                         capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "equal to those of gm.text.Sampler: True" in run.stdout and "PASS" in run.stdout

@@ -73,6 +73,16 @@ KNOBS = {
 }
 
 
+def check_sampling(name: str, value: float) -> None:
+    """The rule of a flag for a value that came some other way.
+
+    >>> check_sampling("top_p", 7)
+    Traceback (most recent call last):
+    argparse.ArgumentTypeError: must be a number from 0 to 1, got 7
+    """
+    (temperature if name == "temperature" else KNOBS[name][0])(str(value))
+
+
 def add_sampling(parser: argparse.ArgumentParser, default_temperature: float) -> None:
     """Options of the draw."""
     group = parser.add_argument_group("sampling")

@@ -8,7 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gumbeljax.cli.arguments import Parser, add_model, add_sampling, count, count_or_none, sampling_options, seed
+from gumbeljax.cli.arguments import (
+    Parser,
+    add_model,
+    add_sampling,
+    check_sampling,
+    count,
+    count_or_none,
+    sampling_options,
+    seed,
+)
 
 DESCRIPTION = """\
 Continue many prompts with a language model of the Llama family, several at a time (continuous batching), and write one
@@ -19,13 +28,13 @@ EPILOG = """\
 examples:
   gumbeljax generate "Name a colour." "Name a river." --temperature 0
   gumbeljax generate --file prompts.txt --batch 8 --top-p 0.9 > answers.jsonl
-  gumbeljax generate --file prompts.jsonl --stop '\\n\\n' --raw
+  gumbeljax generate --file prompts.jsonl --stop $'\\n\\n' --raw
 
 A file has one prompt per line, plain text or a JSON object: {"prompt": "...", "seed": 7, "max_new_tokens": 20,
-"stop": ["."], "temperature": 0.5}; all but the prompt may be left out. - is standard input.
+"min_new_tokens": 2, "stop": ["."], "temperature": 0.5}; all but the prompt may be left out. - is standard input.
 
-fields of the output: index, prompt, text (cut before a stop string), reason (eos, stop, length), num_prompt_tokens, tokens,
-log_prob (sum of the model's own log-probabilities of the tokens)"""
+fields of the output: index, prompt, text (cut before a stop string), reason (eos, stop, length, no law), num_prompt_tokens,
+tokens, log_prob (sum of the model's own log-probabilities of the tokens; null for no law)"""
 
 
 class Prompt(NamedTuple):
@@ -34,6 +43,7 @@ class Prompt(NamedTuple):
     text: str
     seed: int | None = None
     max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
     stop: list[str] | None = None
     sampling: dict[str, float] = {}  # noqa: RUF012
 
@@ -78,7 +88,10 @@ def read_prompts(options: argparse.Namespace) -> list[Prompt]:
     """Prompts of the command line, then those of the file."""
     prompts = [Prompt(text) for text in options.prompts]
     if options.file is not None:
-        text = sys.stdin.read() if options.file == "-" else Path(options.file).read_text(encoding="utf-8")
+        try:
+            text = sys.stdin.read() if options.file == "-" else Path(options.file).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--file must be text in UTF-8, got {error} in {options.file}; convert it") from error
         allowed = sampling_options(options)
         prompts += [parse_line(line, i, allowed) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not prompts:
@@ -90,7 +103,7 @@ def parse_line(line: str, number: int, allowed: dict[str, Any]) -> Prompt:
     """One line of a file.
 
     >>> parse_line("Name a colour.", 1, {})
-    Prompt(text='Name a colour.', seed=None, max_new_tokens=None, stop=None, sampling={})
+    Prompt(text='Name a colour.', seed=None, max_new_tokens=None, min_new_tokens=None, stop=None, sampling={})
     >>> parse_line('{"prompt": "Hi", "temperature": 0}', 2, {"temperature": 0.7}).sampling
     {'temperature': 0}
     """
@@ -102,7 +115,8 @@ def parse_line(line: str, number: int, allowed: dict[str, Any]) -> Prompt:
         raise ValueError(f"line {number} must be a JSON object since it begins with a brace, got: {error}; fix it") from error
     if not isinstance(fields.get("prompt"), str):
         raise ValueError(f"line {number} must have a text in the field prompt, got {fields.get('prompt')!r}; add it")
-    own = {name: fields.pop(name) for name in ("prompt", "seed", "max_new_tokens", "stop") if name in fields}
+    own = {name: fields.pop(name) for name in Prompt._fields[1:-1] if name in fields}
+    text = fields.pop("prompt")
     for name in fields:
         if name not in allowed:
             raise ValueError(
@@ -111,7 +125,12 @@ def parse_line(line: str, number: int, allowed: dict[str, Any]) -> Prompt:
             )
     if any(not isinstance(value, int | float) or isinstance(value, bool) for value in fields.values()):
         raise ValueError(f"line {number} must have numbers as sampling options, got {fields}; fix it")
-    for name, least, most in (("seed", 0, 2**32 - 1), ("max_new_tokens", 1, 2**31 - 1)):
+    for name, value in fields.items():
+        try:
+            check_sampling(name, value)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{name} of line {number} {error}; fix it") from error
+    for name, least, most in (("seed", 0, 2**32 - 1), ("max_new_tokens", 1, 2**31 - 1), ("min_new_tokens", 0, 2**31 - 1)):
         value = own.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most):
             raise ValueError(f"line {number} must have a whole number from {least} to {most} as {name}, got {value!r}; fix it")
@@ -120,7 +139,7 @@ def parse_line(line: str, number: int, allowed: dict[str, Any]) -> Prompt:
         if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
             raise ValueError(f"line {number} must have a text, or a list of texts, as stop, got {own['stop']!r}; fix it")
         own["stop"] = texts
-    return Prompt(own["prompt"], own.get("seed"), own.get("max_new_tokens"), own.get("stop"), fields)
+    return Prompt(text, **own, sampling=fields)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -134,6 +153,8 @@ def run(options: argparse.Namespace) -> None:
     if "" in options.stop:
         raise ValueError("--stop must have at least one character, got none; leave it out")
     prompts = read_prompts(options)
+    if options.output is not None and not Path(options.output).absolute().parent.is_dir():
+        raise ValueError(f"--output must lie in a folder that exists, got {options.output}; make the folder first")
     console = Console(stderr=True, quiet=options.quiet, highlight=False)
     with console.status("Loading the model ..."):
         loaded = models.load(options.model or models.find_smollm2(), dtype=options.dtype)
@@ -168,9 +189,10 @@ def serve_prompts(loaded, prompts: list[Prompt], options: argparse.Namespace, co
         own = jax.random.fold_in(key, i) if prompt.seed is None else jax.random.key(prompt.seed)
         stop = options.stop if prompt.stop is None else prompt.stop
         most = prompt.max_new_tokens or options.max_new_tokens
-        requests.append(
-            Request(tokens, own, most, options.min_new_tokens, tokenizer.eos_tokens, stop, prompt.sampling)
-        )  # fmt: skip
+        least = options.min_new_tokens if prompt.min_new_tokens is None else prompt.min_new_tokens
+        if not len(tokens):
+            raise ValueError(f"prompt {i} must hold at least one token, got {prompt.text!r}; write something")
+        requests.append(Request(tokens, own, most, least, tokenizer.eos_tokens, stop, prompt.sampling))
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
     if longest > model.config.max_positions:
         raise ValueError(
@@ -186,21 +208,25 @@ def serve_prompts(loaded, prompts: list[Prompt], options: argparse.Namespace, co
     pieces, done, following, num_tokens = [[] for _ in requests], {}, 0, 0
     with progress:
         task = progress.add_task("prompts", total=len(requests), speed="compiling")
-        start = None
+        start, is_warm = 0.0, False
         for output in serve(
             decode_fn, params, w, requests, cache, text_fn=tokenizer.decode, chunk_size=options.chunk_size,
             shares_prefix=not options.no_prefix_sharing, sample_fn=sample_fn, **sampling_options(options),
         ):  # fmt: skip
-            start = progress.get_time() if start is None else start
-            elapsed = progress.get_time() - start
-            num_tokens += len(output.tokens) * (elapsed > 0)
-            progress.update(task, speed=f"{num_tokens / elapsed:.0f} tokens/s" if elapsed > 0 else "compiling")
+            now = progress.get_time()
+            is_warm = is_warm or bool(pieces[output.index])
+            if is_warm:
+                num_tokens += len(output.tokens)
+                progress.update(task, speed=f"{num_tokens / (now - start):.0f} tokens/s")
+            else:  # the first chunk, which compiles, is not counted
+                start = now
             pieces[output.index].append(output)
             if output.reason is None:
                 continue
             progress.advance(task)
             parts, request = pieces[output.index], requests[output.index]
             tokens = np.concatenate([part.tokens for part in parts]).tolist()
+            log_prob = float(sum(part.draws.model_log_prob.sum() for part in parts))
             done[output.index] = {
                 "index": output.index,
                 "prompt": prompts[output.index].text,
@@ -208,9 +234,10 @@ def serve_prompts(loaded, prompts: list[Prompt], options: argparse.Namespace, co
                 "reason": output.reason,
                 "num_prompt_tokens": len(request.prompt),
                 "tokens": tokens,
-                "log_prob": round(float(sum(part.draws.model_log_prob.sum() for part in parts)), 4),
+                "log_prob": round(log_prob, 4) if np.isfinite(log_prob) else None,  # JSON has no NaN
             }
             while following in done:
                 yield done.pop(following)
                 following += 1
-
+        if not is_warm:
+            progress.update(task, speed="")

@@ -12,7 +12,7 @@ from gumbeljax import kv_cache
 from gumbeljax._checks import is_concrete
 from gumbeljax._typing import ArrayLike, Key
 from gumbeljax.decode.prefilling import prefill
-from gumbeljax.decode.requests import whole_numbers
+from gumbeljax.decode.requests import known_vocab, whole_numbers
 from gumbeljax.decode.state import DecodeState, Generation, drawn_tokens, filler, request_keys
 from gumbeljax.decode.steps import Rules, run_chunk, steps_per_chunk
 from gumbeljax.decode.stops import find_stop, stop_strings
@@ -204,11 +204,12 @@ def generate(
       is NaN ends with token -1.
 
     Raises:
-      ValueError: prompts, lengths, keys or limits that do not fit together; a paged cache that is too small.
+      ValueError: prompts, lengths, keys or limits that do not fit together; a token id that the head does not have; a paged
+        cache that is too small.
     """
     max_length = (np.shape(prompts) or (0,))[-1] + int(np.max(max_new_tokens, initial=0))
     state = prefill(
         decode_fn, params, prompts, cache, max_length=max_length, lengths=lengths, pad_token=pad_token,
-        prefill_size=prefill_size, shares_prefix=shares_prefix,
+        prefill_size=prefill_size, shares_prefix=shares_prefix, vocab=known_vocab(w, options.get("sample_fn", sample)),
     )  # fmt: skip
     return resume(decode_fn, params, w, state, key, max_new_tokens=max_new_tokens, pad_token=pad_token, **options)

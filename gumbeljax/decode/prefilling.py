@@ -11,7 +11,7 @@ import numpy as np
 from gumbeljax import kv_cache
 from gumbeljax._checks import is_concrete
 from gumbeljax._typing import ArrayLike
-from gumbeljax.decode.requests import whole_numbers
+from gumbeljax.decode.requests import check_ids, whole_numbers
 from gumbeljax.decode.state import DecodeState
 from gumbeljax.kv_cache import ContiguousCache, PagedCache
 
@@ -97,6 +97,7 @@ def prefill(
     pad_token: int = 0,
     prefill_size: int | None = None,
     shares_prefix: bool = True,
+    vocab: int | None = None,
 ) -> DecodeState:
     """Run the prompts through the model.
 
@@ -111,6 +112,7 @@ def prefill(
       prefill_size: tokens per pass; default: all at once. Smaller passes need less memory for a long prompt.
       shares_prefix: with a ``PagedCache``, run full pages that begin all prompts once and let the rows share them (if
         the prompts are not traced).
+      vocab: how many token ids the model has, to refuse others (if the prompts are not traced); default: not known.
 
     Returns:
       The ``DecodeState`` before the first draw.
@@ -127,6 +129,8 @@ def prefill(
     real = _checked_lengths(lengths, batch, width)
     num_shared = 0
     is_known = isinstance(prompts, np.ndarray) and isinstance(real, np.ndarray)
+    if is_known:
+        check_ids(prompts[np.arange(width) < real[:, None]], vocab, "prompts")
     if shares_prefix and batch > 1 and isinstance(cache, PagedCache) and is_known:
         num_shared = common_prefix(prompts, real) // cache.page_size * cache.page_size
     size = prefill_size or width

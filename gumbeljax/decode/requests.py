@@ -1,11 +1,12 @@
 """What a server is asked for, and what it answers, one piece per chunk."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from gumbeljax._checks import table_of
 from gumbeljax._keys import as_threefry, typed_key
 from gumbeljax._typing import Key
 from gumbeljax.decode.stops import stop_strings
@@ -49,16 +50,39 @@ def whole_numbers(x: Any, name: str) -> np.ndarray:
     return values.astype(np.int32)
 
 
-def checked(request: Request, index: int) -> Request:
+def known_vocab(w: Any, sample_fn: Callable) -> int | None:
+    """Rows of the head, or None where only a ``sample_fn`` of the user's knows what ``w`` is."""
+    function = getattr(sample_fn, "func", sample_fn)
+    shape = np.shape(table_of(w))
+    if not str(getattr(function, "__module__", "")).startswith("gumbeljax.") or len(shape) != 2:
+        return None
+    return shape[getattr(sample_fn, "keywords", {}).get("vocab_axis", 0)]
+
+
+def check_ids(ids: np.ndarray, vocab: int | None, name: str) -> None:
+    """Token ids that the model has: an embedding table answers others with NaN, negative ones with its last rows.
+
+    >>> check_ids(np.array([4, 53]), 53, "prompt")
+    Traceback (most recent call last):
+    ValueError: prompt must hold token ids from 0 to 52, got 53; encode it with the model's own tokenizer.
+    """
+    outside = ids[(ids < 0) | (ids >= (2**31 if vocab is None else vocab))]
+    if outside.size:
+        rule = "of at least 0" if vocab is None else f"from 0 to {vocab - 1}"
+        raise ValueError(f"{name} must hold token ids {rule}, got {outside[0]}; encode it with the model's own tokenizer.")
+
+
+def checked(request: Request, index: int, vocab: int | None = None) -> Request:
     """The request in one form: its numbers as ints, its key a threefry key, one end token or stop string in a tuple."""
     if not isinstance(request, Request):
         raise TypeError(f"requests must be gumbeljax.decode.Request, got {type(request).__name__}; write Request(prompt, ...).")
     whose = f"of request {index}"
     names = ("prompt", "max_new_tokens", "min_new_tokens", "eos_tokens")
     prompt, most, least, ends = (whole_numbers(getattr(request, name), f"{name} {whose}") for name in names)
-    if prompt.ndim != 1 or np.any(prompt < 0):
-        raise ValueError(f"prompt {whose} must be one list of token ids, got shape {list(prompt.shape)} with the least "
-                         f"{prompt.min(initial=0)}; give every prompt a request of its own.")  # fmt: skip
+    if prompt.ndim != 1:
+        raise ValueError(f"prompt {whose} must be one list of token ids, got shape {list(prompt.shape)}; give every prompt a "
+                         "request of its own.")  # fmt: skip
+    check_ids(prompt, vocab, f"prompt {whose}")
     for name, value in (("max_new_tokens", most), ("min_new_tokens", least)):
         if value.ndim:
             raise ValueError(f"{name} {whose} must be one number, got shape {list(value.shape)}; pass an int.")

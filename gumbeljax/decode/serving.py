@@ -12,7 +12,7 @@ import numpy as np
 from gumbeljax import kv_cache
 from gumbeljax.decode.admission import House, Plan, best_source, num_blocks, plan_round
 from gumbeljax.decode.generation import check_sampling
-from gumbeljax.decode.requests import Output, Request, checked, end_reason
+from gumbeljax.decode.requests import Output, Request, checked, end_reason, known_vocab
 from gumbeljax.decode.seating import empty_state, prefill_rows, seat, vacate
 from gumbeljax.decode.state import DecodeState, drawn_tokens
 from gumbeljax.decode.steps import Rules, run_chunk
@@ -41,8 +41,8 @@ def _rounded(number: int, least: int, factor: int, most: int) -> int:
 class _Rows:
     """Host side of ``serve``: which request sits where, what it may draw, how many pages are left."""
 
-    def __init__(self, decode_fn, params, w, cache: PagedCache, sampling: Mapping[str, Any], pad_token: int):
-        self.decode_fn, self.params, self.w, self.pad_token = decode_fn, params, w, pad_token
+    def __init__(self, decode_fn, params, w, cache: PagedCache, sampling: Mapping[str, Any], pad_token: int, vocab: int | None):
+        self.decode_fn, self.params, self.w, self.pad_token, self.vocab = decode_fn, params, w, pad_token, vocab
         self.state = empty_state(decode_fn, params, cache, pad_token)
         self.batch, self.max_length = self.state.tokens.shape
         self.page_size, self.num_pages = cache.page_size, cache.pages.ref_counts.shape[0]
@@ -56,7 +56,7 @@ class _Rows:
         self.sampling = {name: np.stack([value] * self.batch) for name, value in self.defaults.items()}
 
     def checked(self, index: int, request: Request, text_fn: Callable | None) -> Request:
-        request = checked(request, index)
+        request = checked(request, index, self.vocab)
         size = len(request.prompt)
         if size < 1 or request.max_new_tokens < 1:
             raise ValueError(
@@ -238,7 +238,8 @@ def serve(
       in this order: no law (token -1), an end token, a stop string in its text, its most tokens. That token is the last.
 
     Raises:
-      ValueError: a request that can never fit, an option without a default, stop strings without ``text_fn``.
+      ValueError: a request that can never fit, a token id that the head does not have, an option without a default, stop
+        strings without ``text_fn``.
     """
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache must be a PagedCache, got {type(cache).__name__}; make it with model.init_paged_cache.")
@@ -253,8 +254,9 @@ def serve(
                 f"{name} must be a number or an array, since every row of serve has its own, got {type(value).__name__}; "
                 f"pass sample_fn=functools.partial(gumbeljax.sample, {name}=...)."
             )
+    rows = _Rows(decode_fn, params, w, cache, sampling, pad_token, known_vocab(w, sample_fn))
     return _serve(
-        _Rows(decode_fn, params, w, cache, sampling, pad_token), enumerate(requests), text_fn, shares_prefix, prefill_size,
+        rows, enumerate(requests), text_fn, shares_prefix, prefill_size,
         num_steps=chunk_size, sample_fn=sample_fn, options_fn=options_fn,
     )  # fmt: skip
 

@@ -78,7 +78,8 @@ def stream_answer(
 
     def start():
         seen = jnp.zeros((1, length, w.shape[1]), model.dtype)
-        state = prefill(recorder, params, np.array([prompt_tokens]), (model.init_cache(1, length), seen), max_length=length)
+        prompts, cache = np.array([prompt_tokens]), (model.init_cache(1, length), seen)
+        state = prefill(recorder, params, prompts, cache, max_length=length, vocab=w.shape[0])
         return jax.block_until_ready(state)
 
     def go_on(state, num_tokens, on_chunk_fn):

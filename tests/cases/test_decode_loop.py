@@ -116,6 +116,37 @@ def test_stop_strings_in_a_batch():
         assert len(calls) == {1: 7, 4: 2, 16: 1}[chunk_size]
 
 
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 16])
+def test_end_token_stop_string_and_limit_meet_in_one_step(chunk_size):
+    """And each of them a step before the two others: the row ends there, once, whatever the chunks."""
+    decode_fn, params, w = toy(60.0 * np.eye(VOCAB)[(np.arange(VOCAB) + 1) % VOCAB])  # n + 1 follows n
+
+    def text_fn(tokens):
+        return "".join(chr(65 + token) for token in tokens)
+
+    def run(limit, end, last_of_stop):
+        return generate(
+            decode_fn, params, w, np.array([[10], [1]]), (), jax.random.key(0), max_new_tokens=[limit, 9], eos_tokens=[end],
+            stop=[text_fn([last_of_stop - 1, last_of_stop])], text_fn=text_fn,
+            chunk_size=chunk_size, pad_token=31,
+        )  # fmt: skip
+
+    for limit, end, last, num_tokens, is_finished in (
+        (4, 14, 14, 4, True),  # all three at the fourth token, 14
+        (4, 14, 20, 4, True),
+        (4, 20, 14, 4, True),
+        (4, 20, 21, 4, False),  # a limit is no end: the row can be resumed
+        (4, 13, 14, 3, True),
+        (4, 14, 13, 3, True),
+        (3, 14, 14, 3, False),
+    ):
+        out = run(limit, end, last)
+        assert out.num_tokens.tolist() == [num_tokens, 9]
+        assert out.tokens[0].tolist() == [*range(11, 11 + num_tokens), *[31] * (9 - num_tokens)]
+        assert out.state.is_finished.tolist() == [is_finished, False]
+        assert out.state.lengths.tolist() == [1 + num_tokens, 10]
+
+
 def test_stop_needs_text():
     decode_fn, params, w = toy(np.eye(4))
     with pytest.raises(ValueError, match=r"stop must go with text_fn, got \['a'\] alone"):

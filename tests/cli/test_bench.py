@@ -8,7 +8,7 @@ from gumbeljax.cli.bench import SHAPES, build_parser
 from tests.cli import command
 from tests.models.golden import read_tiny, write_folder
 
-FLAGS = ("--new-tokens", "12", "--prompt-tokens", "6", "--repeats", "1", "--batch", "1,3")
+FLAGS = ("--new-tokens", "60", "--prompt-tokens", "6", "--repeats", "1", "--batch", "1,3")
 
 
 def call(capsys, *arguments):
@@ -31,7 +31,7 @@ def test_table_numbers_and_plot(capsys, tmp_path, cache):
     )
     for t in facts["timings"]:
         assert t["tokens_per_second"] == pytest.approx(1e3 * t["batch"] / t["tpot_ms"])
-        cached = 2 * num_layers * num_kv_heads * head_dim * t["batch"] * (6 + 12 / 2)
+        cached = 2 * num_layers * num_kv_heads * head_dim * t["batch"] * (6 + 60 / 2)
         assert t["read_gb"] == pytest.approx(4 * (weights + cached) / 1e9)
         assert t["gb_per_second"] == pytest.approx(1e3 * t["read_gb"] / t["tpot_ms"])
     assert plot.read_bytes()[:4] == b"\x89PNG"
@@ -51,6 +51,8 @@ def test_a_real_checkpoint(capsys, tmp_path):
         (("--batch", "1,x"), "--batch: must be a whole number of at least 1, got x"),
         (("--shape", "tiny", "--model", "x"), "--shape must go without --model"),
         (("--shape", "tiny", "--new-tokens", "1"), "--new-tokens must be at least 2"),
+        (("--shape", "tiny", "--plot", "/no/such/folder/a.png"), "must lie in a folder that exists, got /no/such/folder/a.png"),
+        (("--shape", "tiny", "--plot", "a.bmp"), "--plot must end in .png, .svg or .pdf, got a.bmp"),
     ],
 )
 def test_bad_arguments_get_one_sentence(capsys, arguments, match):
@@ -58,6 +60,14 @@ def test_bad_arguments_get_one_sentence(capsys, arguments, match):
     assert (code, out) == (2, "")
     assert match in err
     assert err.startswith("gumbeljax bench: ") and err.endswith(".\n") and err.count("\n") == 1
+
+
+def test_a_difference_lost_in_noise_is_an_error_and_no_number(capsys, monkeypatch):
+    monkeypatch.setattr("time.perf_counter", lambda: 1.0)
+    code, out, err = call(capsys, "--shape", "tiny", *FLAGS)
+    assert (code, out) == (2, "")
+    assert "--new-tokens must make a run longer than this machine's noise, got 60 tokens in 0.0 ms" in err
+    assert err.endswith(".\n") and "\n" not in err[:-1].splitlines()[-1]
 
 
 def test_help_is_complete(capsys):

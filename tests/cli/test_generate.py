@@ -3,8 +3,10 @@
 import io
 import json
 
+import jax.numpy as jnp
 import pytest
 
+from gumbeljax import models
 from gumbeljax.cli.generate import build_parser, parse_line
 from tests.cli import command
 from tests.models.golden import read_tiny, write_folder
@@ -114,6 +116,8 @@ def test_bad_arguments_get_one_sentence_and_exit_code_2(capsys, arguments, match
         ('{"text": "a"}', "line 1 must have a text in the field prompt, got None"),
         ('{"prompt": "a", "top_k": 3}', "got 'top_k'; pass --top-k for the lines without it"),
         ('{"prompt": "a", "temperature": "hot"}', "line 1 must have numbers as sampling options"),
+        ('{"prompt": "a", "temperature": -1}', "temperature of line 1 must be a number of at least 0, got -1; fix it"),
+        ('{"prompt": "a", "temperature": NaN}', "temperature of line 1 must be a number of at least 0, got nan; fix it"),
     ],
 )
 def test_bad_lines_are_named(capsys, tmp_path, line, match):
@@ -131,6 +135,14 @@ def test_what_does_not_fit_is_said(capsys, folder):
     assert err.count("\n") == 1
 
 
+def test_a_tokenizer_with_more_ids_than_the_model_is_found_out(capsys, folder, monkeypatch):
+    monkeypatch.setattr("gumbeljax.models.tokenizer.Tokenizer.encode", lambda self, text: [1, 10**6])
+    for arguments in (("generate", "ab", *FLAGS), ("ab", "--raw", "--quiet", "--max-new-tokens", "9")):
+        code, _, err = command.call(capsys, *arguments, "--model", folder)
+        assert code == 2 and "must hold token ids from 0 to" in err and "got 1000000; encode it with" in err
+        assert err.count("\n") == 1
+
+
 def test_help_is_complete(capsys):
     code, out, _ = call(capsys, "--help")
     assert code == 0
@@ -138,9 +150,46 @@ def test_help_is_complete(capsys):
         assert action.help
         assert all(name in out for name in action.option_strings)
     assert "continuous batching" in out and "fields of the output" in out
+    assert r"--stop $'\n\n'" in out  # without the dollar sign a shell passes four characters
+
+
+def test_options_of_lines_obey_the_rules_of_the_flags():
+    assert parse_line('{"prompt": "Hi", "top_k": 3, "min_new_tokens": 2}', 1, {"top_k": 5})[3:] == (2, None, {"top_k": 3})
+    for field, value, rule in (
+        ("top_k", 0.5, "a whole number of at least 0"),
+        ("top_p", 7, "a number from 0 to 1"),
+        ("min_p", -1, "a number from 0 to 1"),
+        ("repetition_penalty", 0, "a number of at least"),
+    ):
+        with pytest.raises(ValueError, match=f"^{field} of line 3 must be {rule}.* got {value}; fix it$"):
+            parse_line(json.dumps({"prompt": "Hi", field: value}), 3, {field: 1})
+
+
+def test_a_file_that_is_no_text_and_a_folder_that_is_not_there(capsys, tmp_path):
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    code, _, err = call(capsys, "--file", tmp_path / "bytes")
+    assert code == 2 and "--file must be text in UTF-8, got " in err and err.count("\n") == 1
+    code, _, err = call(capsys, "hi", "--output", tmp_path / "no" / "such")
+    assert code == 2 and "--output must lie in a folder that exists" in err and err.count("\n") == 1
+
+
+def test_a_text_without_a_law_is_valid_json(capsys, folder, monkeypatch):
+    """A model whose weights are NaN: the reason says so, and no number is not written as NaN."""
+    load = models.load
+
+    def broken(*arguments, **options):
+        loaded = load(*arguments, **options)
+        loaded.model.norm.scale[...] = loaded.model.norm.scale[...] * jnp.nan
+        return loaded
+
+    monkeypatch.setattr(models, "load", broken)
+    code, out, _ = call(capsys, "ab", *FLAGS, "--model", folder)
+    (answer,) = [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
+    assert code == 0 and (answer["reason"], answer["tokens"], answer["text"], answer["log_prob"]) == ("no law", [-1], "", None)
 
 
 @pytest.mark.parametrize("field", [{"seed": -1}, {"seed": "7"}, {"max_new_tokens": 2.5}, {"max_new_tokens": 0}, {"stop": [1]},
+                                   {"min_new_tokens": -1}, {"min_new_tokens": True},
                                    {"stop": ""}], ids=str)
 def test_a_line_with_an_odd_field(field):
     with pytest.raises(ValueError, match=f"line 3 must have .* as {next(iter(field))}, got"):

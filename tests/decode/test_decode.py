@@ -257,11 +257,28 @@ def test_the_loop_has_a_known_trip_count(llama, is_paged):
     assert not names & {"while", "cond"}
 
 
+def test_a_pad_may_be_anything(llama):
+    """Behind a row's length, ids that the model does not have; a sampler of the user's own says what its head is."""
+    model, decode_fn, params, w = llama
+    prompts = np.array([[1, 2, 3, 4], [5, 6, -1, 10**6]])
+    out = generate(decode_fn, params, w, prompts, model.init_cache(2, 8), KEY, lengths=[4, 2], max_new_tokens=4)
+    own = generate(
+        decode_fn, params, w.T, prompts, model.init_cache(2, 8), KEY, lengths=[4, 2], max_new_tokens=4,
+        sample_fn=lambda h, w, keys: sample(h, w, keys, vocab_axis=1),
+    )  # fmt: skip
+    np.testing.assert_array_equal(out.tokens, own.tokens)
+    solo = generate(decode_fn, params, w, [[5, 6]], model.init_cache(1, 6), jax.random.fold_in(KEY, 1)[None], max_new_tokens=4)
+    np.testing.assert_array_equal(out.tokens[1], solo.tokens[0])
+
+
 @pytest.mark.parametrize(
     "change,match",
     [
         ({"prompts": np.array([1, 2])}, "prompts must have shape"),
         ({"prompts": np.zeros((1, 0), int)}, "prompts must have shape"),
+        ({"prompts": np.array([[1, VOCAB]])}, "prompts must hold token ids from 0 to 52, got 53; encode it with"),
+        ({"prompts": np.array([[-1, 2]])}, "prompts must hold token ids from 0 to 52, got -1"),
+        ({"prompts": np.array([[-1, 2]]), "sample_fn": lambda h, w, keys: None}, "prompts must hold token ids of at least 0"),
         ({"lengths": [3]}, "lengths must be 1 numbers from 1 to 2"),
         ({"lengths": [0]}, "lengths must be 1 numbers from 1 to 2"),
         ({"max_new_tokens": -1}, "max_new_tokens must lie between 0"),

@@ -1,12 +1,15 @@
 """``generate`` from a paged cache: the tokens of a contiguous one, pages that come back, an overflow that is said."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gumbeljax import kv_cache, log_prob, sample_with_log_probs
-from gumbeljax.decode import decode_steps, generate, prefill, resume
+from gumbeljax import kv_cache, log_prob, sample, sample_with_log_probs
+from gumbeljax.decode import decode_steps, generate, prefill, request_keys, resume
+from gumbeljax.decode.steps import Rules, run_chunk
 from tests.decode.tiny import tiny_llama
 
 PROMPTS = [[3, 1, 4], [3, 1, 4, 1, 5, 9, 2], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [3, 1, 4, 1, 5]]
@@ -139,6 +142,29 @@ def test_one_trace_for_prompts_and_one_for_steps_in_pages():
             lengths=LENGTHS, max_new_tokens=18, chunk_size=4, prefill_size=4, temperature=temperature, shares_prefix=False,
         )  # fmt: skip
     assert sorted(traces) == [(4, 1), (4, 4)]
+
+
+@pytest.mark.parametrize("is_paged", [True, False])
+def test_a_chunk_copies_no_keys_and_values(is_paged):
+    """Donated: the same buffers after the chunk as before it, and no copy of one in what XLA compiled."""
+    tiny = tiny_llama()
+    cache = tiny.model.init_paged_cache(4, 22, page_size=4) if is_paged else tiny.model.init_cache(4, 22)
+    state = prefill(tiny.decode_fn, tiny.params, PADDED, cache, max_length=22, lengths=LENGTHS)
+    rules = Rules(jnp.full(4, 22, jnp.int32), None, jnp.zeros(0, jnp.int32))
+    arguments = (tiny.decode_fn, tiny.params, tiny.w, state, request_keys(KEY, 4), rules, {})
+    fixed = {"num_steps": 6, "pad_token": 0, "sample_fn": sample, "options_fn": None, "frees_pages": True}
+    text = run_chunk.lower(*arguments, **fixed).compile().as_text()
+    shape = f"f32[{','.join(map(str, state.cache.keys[0].shape))}]"
+    assert shape in text  # so that the next line can fail
+    assert not re.findall(rf"= {re.escape(shape)}\S* copy\S*\(.*", text)
+
+    def buffers(cache):
+        return [x.unsafe_buffer_pointer() for x in (*cache.keys, *cache.values)]
+
+    before = buffers(state.cache)
+    after, _ = run_chunk(*arguments, **fixed)
+    assert buffers(after.cache) == before
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
 
 
 def test_particles_fork_inside_a_loop():

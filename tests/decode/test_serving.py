@@ -151,6 +151,8 @@ def test_what_ends_a_request_first_wins():
         ({"prompt": []}, {}, ValueError, "request 0 must have a prompt and max_new_tokens of at least 1, got 0 tokens"),
         ({"max_new_tokens": 0}, {}, ValueError, "request 0 must have a prompt .* and 0"),
         ({"max_new_tokens": 40}, {}, ValueError, r"request 0 must fit a row of 32 slots and 3 pages of 16, got 1 \+ 40"),
+        ({"prompt": [1, 53]}, {}, ValueError, "prompt of request 0 must hold token ids from 0 to 52, got 53; encode it with"),
+        ({"prompt": [1, -1]}, {}, ValueError, "prompt of request 0 must hold token ids from 0 to 52, got -1"),
         ({"stop": ["a"]}, {}, ValueError, "stop of request 0 must go with text_fn"),
         ({"sampling": {"top_q": 1}}, {"temperature": 1.0}, ValueError, "got 'top_q'; pass serve"),
         ({}, {"method": "categorical"}, TypeError, "method must be a number or an array"),

@@ -283,12 +283,14 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
 
         lax.cond(wg == 2, fetch, compute)
 
-    return mgpu.kernel(
+    run = mgpu.kernel(
         kernel, out_type=out_type, scratch_types=scratch, grid=(walkers * row_tiles // (twins * pair),),
         grid_names=("program",), num_threads=3, thread_name="wg", cluster=tuple(cluster.values()), cluster_names=tuple(cluster),
         # Fast exp2 and log, good to 2^-22; the noise's inner logarithm is its own, and a soft cap needs a better tanh.
         compiler_params=mgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Warpgroup,
-                                            approx_math=options.soft_cap is None))(h, w, vectors)
+                                            approx_math=options.soft_cap is None))
+    with jax.enable_x64(False):  # indices are 32-bit numbers, in 64-bit mode too
+        return run(h, w, vectors)
 
 
 def piece(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, sample=0, vocab_axis=0, precision=None,

@@ -214,6 +214,15 @@ def test_lowering_in_64_bit_mode():
         assert "triton" in out.as_text()
 
 
+@needs_mosaic
+def test_mosaic_lowers_in_64_bit_mode():
+    with jax.enable_x64(True):
+        shape = jax.ShapeDtypeStruct
+        f = functools.partial(mosaic.stage1_mass, plt=plt, mgpu=mgpu, vocab=512)
+        out = lower(f, DEVICES[0], shape((65, 64), jnp.bfloat16), shape((512, 64), jnp.bfloat16), shape((65,), jnp.float32))
+        assert "mosaic_gpu" in out.as_text()
+
+
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: d[0])
 @pytest.mark.parametrize("rows", [1, 64])
 def test_the_public_functions_lower_for_a_named_device(device, rows):

@@ -38,16 +38,16 @@ def why_not(h, w, options, vocab_axis: int) -> str | None:
     return None
 
 
-def most_steps(split_rows: bool, vocab: int, d_model: int) -> int:
+def most_steps(split_rows: bool, vocab: int, d_model: int, warpgroups: int = 2) -> int:
     """How many fetches fit into the shared memory of a multiprocessor, beside 16 KiB of results."""
-    rows, ids = (128, vocab) if split_rows else (64, 2 * vocab)
+    rows, ids = (64 * warpgroups, vocab) if split_rows else (64, 2 * vocab)
     return 211 * 1024 // (2 * (rows + ids) * d_model)
 
 
-def choose_steps(split_rows: bool, vocab: int, d_model: int) -> int:
+def choose_steps(split_rows: bool, vocab: int, d_model: int, warpgroups: int = 2) -> int:
     """As many as fit, up to 10, and no power of two: where the slots of a tile are the same in every turn, the compiler keeps
     the addresses of all of them, and registers spill."""
-    steps = min(10, most_steps(split_rows, vocab, d_model))
+    steps = min(10, most_steps(split_rows, vocab, d_model, warpgroups))
     return steps - 1 if steps in (4, 8) else steps
 
 
@@ -60,12 +60,14 @@ def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = 
     no more than 30 at once.)
     """
     split_rows = num_rows > 64
-    row_tiles = pl.cdiv(num_rows, 128) if split_rows else 1
+    # Of 129 to 192 rows two tiles of 128 would multiply 256.
+    warpgroups = 3 if 128 < num_rows <= 192 else 2
+    row_tiles = pl.cdiv(num_rows, 64 * warpgroups) if split_rows else 1
     pair_rows = split_rows and row_tiles % 2 == 0
     if vocab_axis == 1:  # copied in boxes of 64 ids
-        widths = (128, 64) if split_rows else (64,)
+        widths = (128, 64) if split_rows and warpgroups == 2 else (64,)
     else:
-        widths = (128, 112, 96, 80, 64) if split_rows else (64, 48, 80, 96)
+        widths = (128, 112, 96, 80, 64)[2 * (warpgroups - 2):] if split_rows else (64, 48, 80, 96)
     extra = (600 if pair_rows else 48) if split_rows else 0
 
     def cost(width):
@@ -75,7 +77,8 @@ def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = 
 
     least = min(map(cost, widths))
     width = next(width for width in widths if cost(width) <= (1.0 if pair_rows else 1.04) * least)
-    return MosaicTiles(split_rows, width, 64, choose_steps(split_rows, width, 64), pair_rows, split_rows and not pair_rows)
+    steps = choose_steps(split_rows, width, 64, warpgroups)
+    return MosaicTiles(split_rows, width, 64, steps, pair_rows, split_rows and not pair_rows, warpgroups)
 
 
 def last(steps: Iterator, value: Any = None) -> Any:
@@ -104,7 +107,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     if vocab_axis == 1 and tiles.vocab % 64:
         raise ValueError(f"tiles.vocab must be a multiple of 64 for w [d_model, vocab]; got {tiles.vocab}: choose others.")
     m, n, k, slots = 64, tiles.vocab, tiles.d_model, tiles.steps
-    cta_m, cta_n = (2 * m, n) if tiles.split_rows else (m, 2 * n)
+    wgs = tiles.warpgroups  # that multiply; one more fetches
+    cta_m, cta_n = (wgs * m, n) if tiles.split_rows else (m, wgs * n)
     pair = 1 + tiles.pair_rows  # programs of one cluster
     row_tiles, vocab_tiles, steps = pl.cdiv(num_rows, cta_m * pair) * pair, pl.cdiv(vocab, cta_n), d_model // k
     if row_tiles > num_sms:
@@ -123,7 +127,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     h = jnp.pad(h, ((0, -num_rows % (8 * twins)), (0, 0)))
     h_rows = min(cta_m, h.shape[0])
     kept = m if tiles.split_rows else h_rows  # rows of a warpgroup whose results are stored: of few, those lie close together
-    rows = row_tiles * (2 * m if tiles.split_rows else kept)
+    rows = row_tiles * (wgs * m if tiles.split_rows else kept)
     vectors = triton_merge.pack(t, keys if wanted == "race" else ())
     num_floats = 2 if wanted == "mass" else 4 + with_model
 
@@ -135,12 +139,12 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     barrier = functools.partial(mgpu.ClusterBarrier, collective_axes=tuple(cluster)) if cluster else mgpu.Barrier
     scratch = {"h_smem": buffer((cta_m, k)), "w_smem": buffer((cta_n, k) if vocab_axis == 0 else (k, cta_n)),
                "filled": mgpu.Barrier(num_arrivals=2, num_barriers=slots),
-               "emptied": barrier(num_arrivals=2, num_barriers=slots),
-               "floats": mgpu.SMEM((2, num_floats, m), jnp.float32), "ids": mgpu.SMEM((2, m), jnp.int32)}
+               "emptied": barrier(num_arrivals=wgs, num_barriers=slots),
+               "floats": mgpu.SMEM((wgs, num_floats, m), jnp.float32), "ids": mgpu.SMEM((wgs, m), jnp.int32)}
     out_type = [jax.ShapeDtypeStruct((walkers if tiles.split_rows else 2 * walkers, rows), dtype)
                 for dtype in (jnp.float32,) * num_floats + (jnp.int32,)]
     if wanted == "race":
-        scratch["logits"] = mgpu.SMEM((2, m, noise.GROUP), jnp.float32)
+        scratch["logits"] = mgpu.SMEM((wgs, m, noise.GROUP), jnp.float32)
         out_type.append(jax.ShapeDtypeStruct((*out_type[0].shape, noise.GROUP), jnp.float32))
     if with_scores:
         turns = pl.cdiv(vocab_tiles, walkers)
@@ -156,7 +160,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         num_tiles = lax.div(vocab_tiles - first_walker + walkers - 1, walkers)
 
         def fetch():
-            mgpu.set_max_registers(40, action="decrease")
+            mgpu.set_max_registers(40 if wgs == 2 else 24, action="decrease")
 
             @pl.loop(0, num_tiles)
             def _(turn):
@@ -180,7 +184,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                 mgpu.barrier_wait(emptied.at[lax.rem(step, slots)])
 
         def compute():
-            mgpu.set_max_registers(232, action="increase")
+            mgpu.set_max_registers(232 if wgs == 2 else 160, action="increase")
             first_row = row_tile * cta_m + (wg * m if tiles.split_rows else 0)
             my_rows = pl.ds(wg * m, m) if tiles.split_rows else slice(None)
             my_vocab = slice(None) if tiles.split_rows else pl.ds(wg * n, n)
@@ -281,11 +285,12 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                 mgpu.copy_smem_to_gmem(logits.at[wg, pl.ds(0, kept)], out_gmem[-1].at[piece, pl.ds(first_row, kept)])
             mgpu.wait_smem_to_gmem(0)
 
-        lax.cond(wg == 2, fetch, compute)
+        lax.cond(wg == wgs, fetch, compute)
 
     run = mgpu.kernel(
         kernel, out_type=out_type, scratch_types=scratch, grid=(walkers * row_tiles // (twins * pair),),
-        grid_names=("program",), num_threads=3, thread_name="wg", cluster=tuple(cluster.values()), cluster_names=tuple(cluster),
+        grid_names=("program",), num_threads=wgs + 1, thread_name="wg", cluster=tuple(cluster.values()),
+        cluster_names=tuple(cluster),
         # Fast exp2 and log, good to 2^-22; the noise's inner logarithm is its own, and a soft cap needs a better tanh.
         compiler_params=mgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Warpgroup,
                                             approx_math=options.soft_cap is None))

@@ -34,12 +34,12 @@ class TritonTiles:
 
 @dataclass(frozen=True)
 class MosaicTiles:
-    """Two warpgroups score 64 rows x `vocab` ids (a multiple of 16, at most 128) each, `d_model` coordinates at a time, with
+    """Warpgroups score 64 rows x `vocab` ids (a multiple of 16, at most 128) each, `d_model` coordinates at a time, with
     `steps` fetches in flight.
 
-    `split_rows`: they share the ids and split 128 rows; otherwise they share 64 rows and split the ids. `pair_rows`: two
-    programs with neighbouring rows read each tile of the vocabulary once for both. `pair_vocab`: two with neighbouring tiles of
-    the vocabulary read the rows once for both.
+    `split_rows`: they share the ids and split the rows, `warpgroups` times 64; otherwise two share 64 rows and split the ids.
+    `pair_rows`: two programs with neighbouring rows read each tile of the vocabulary once for both. `pair_vocab`: two with
+    neighbouring tiles of the vocabulary read the rows once for both.
     """
 
     split_rows: bool = False
@@ -48,11 +48,14 @@ class MosaicTiles:
     steps: int = 4
     pair_rows: bool = False
     pair_vocab: bool = False
+    warpgroups: int = 2
 
     def __post_init__(self):
         if self.vocab not in range(GROUP, 8 * GROUP + 1, GROUP):  # its groups share eight columns: more would be lost
             raise ValueError(f"vocab must be a multiple of {GROUP} and at most {8 * GROUP}; got {self.vocab}.")
         if self.d_model not in (64, 128, 256) or self.steps < 2:
             raise ValueError(f"d_model must be 64, 128 or 256 and steps at least 2; got {self.d_model} and {self.steps}.")
+        if self.warpgroups != 2 and not (self.warpgroups == 3 and self.split_rows and self.vocab <= 96):
+            raise ValueError(f"warpgroups must be 2, or 3 with split_rows and vocab at most 96; got {self.warpgroups}.")
         if self.pair_rows and (self.pair_vocab or not self.split_rows):  # four programs find no place on some multiprocessors
             raise ValueError("pair_rows must be False without split_rows, and with pair_vocab; got True.")

@@ -14,7 +14,7 @@ from gumbeljax._call import Config, Operands
 from gumbeljax._implementation import Stages
 from gumbeljax._typing import Array
 from gumbeljax.speculative import cut
-from pallas_kernels import dual, noise, race, xla
+from pallas_kernels import dual, noise, race, search, xla
 from pallas_kernels.finish import has_law
 from pallas_kernels.logits import Elementwise
 
@@ -61,14 +61,6 @@ def stages_of_both(target_config: Config, draft_config: Config | None) -> Stages
 def _side(operands: Operands, config: Config, normalizer: dual.Normalizer) -> dual.Side:
     return dual.Side(operands.h, operands.w, operands.t, operands.options(config), normalizer, config.vocab_axis,
                      config.precision)
-
-
-def _rows_of(side: dual.Side, rows: Array) -> dual.Side:
-    """The side at some of its rows."""
-    own = {name: x[rows] for name, x in side.options.dense().items() if x.ndim > 1}
-    options = side.options._replace(**own)
-    return side._replace(h=None if side.h is None else side.h[rows], t=side.t[rows], options=options,
-                         normalizer=dual.Normalizer(*(x[rows] for x in side.normalizer)))
 
 
 def target_side(operands: Operands, config: Config, keys) -> tuple[dual.Side, race.Scores]:
@@ -164,7 +156,7 @@ def _score(target: dual.Side, q: dual.Side, exists: Array, tokens: Array, lens: 
         one = jnp.ones((1, tokens.size), jnp.float32)
         factors, masses = jnp.concatenate([0 * one, one]), one
     else:
-        factors, masses = levels(_rows_of(target, rows[..., :-1].reshape(-1)), q, shape[1], config, stages)
+        factors, masses = levels(dual.at_rows(target, rows[..., :-1].reshape(-1)), q, shape[1], config, stages)
     # The target is asked at all positions, so that no part of its hidden states is copied.
     everywhere = jnp.pad(tokens, ((0, 0), (0, 0), (0, 1)))
     log_p, log_q = cut.log_laws_at([target, q], [everywhere.reshape(-1), tokens.reshape(-1)], config)
@@ -203,19 +195,19 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
 
     # The last token: from p where nothing was rejected, else from what the rejections left of p.
     request, place = jnp.arange(requests), jnp.minimum(stop.position, draft_len - 1)
-    p_row = rows[request, stop.chain, stop.position]
-    p = _rows_of(p, p_row)
-    q = _rows_of(q, (request * num_chains + stop.chain) * draft_len + place)
-    factor = jnp.where(stop.level > 0, _at_level(scores.factors[:, request, stop.chain, place], stop.level), 0.0)
-    keys = tuple(x[request, stop.position] for x in keys)
-    token, log_p = p.normalizer.token, p.normalizer.token_log_prob
+    p_row = (request * num_chains + stop.chain) * positions + stop.position
+    q_row = (request * num_chains + stop.chain) * draft_len + place
+    token, log_p = p.normalizer.token[p_row], p.normalizer.token_log_prob[p_row]
     # Greedy rows have one token to be drawn, whatever q says of it.
-    again = (stop.level > 0) & (p.t != 0.0) & (token >= 0)
-    found = cut.residual_search(group_scores, p_row, p, q, factor, keys, again, config, stages, sample=FROM_TARGET)
+    again = (stop.level > 0) & (p.t[p_row] != 0.0) & (token >= 0)
+    factor = jnp.where(again, _at_level(scores.factors[:, request, stop.chain, place], stop.level), 0.0)
+    asked = search.Asked(p_row, q_row, factor)
+    found = cut.residual_search(group_scores, p, q, of_rows, asked, config, stages, sample=FROM_TARGET)
     undecided = again & ~(found.is_winner() & (found.mass > NEGLIGIBLE))
 
     def draw(_):
-        drawn = cut.residual_draw(p, q, factor, keys, config, stages, sample=FROM_TARGET)
+        sides, own = (dual.at_rows(p, p_row), dual.at_rows(q, q_row)), tuple(x[p_row] for x in of_rows)
+        drawn = cut.residual_draw(*sides, factor, own, config, stages, sample=FROM_TARGET)
         return tuple(jnp.where(undecided, x, y) for x, y in zip(drawn, searched, strict=True))
 
     searched = found.token, found.log_p, found.mass

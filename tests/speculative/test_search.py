@@ -73,18 +73,16 @@ def keys_of(seed):
 def run(route, p, q, factor, keys, wanted=None, **amount):
     """(what the search found, what the pass over both says, scores)."""
     wanted = jnp.ones(ROWS, bool) if wanted is None else wanted
-    rows = jnp.arange(ROWS)
-    arguments = rows, p, q, factor, keys, wanted
+    asked = search.Asked(jnp.arange(ROWS), jnp.arange(ROWS), jnp.where(wanted, factor, 0.0))
     if route == "xla":
         _, scores = xla.scored_piece(p.h, p.w, keys, p.t, p.options, vocab=VOCAB, sample=SAMPLE, tiles=XlaTiles(256))
-        found = search.search(scores, *arguments, sample=SAMPLE, vocab=VOCAB, **amount)
+        found = search.search(scores, p, q, keys, asked, sample=SAMPLE, vocab=VOCAB, **amount)
     else:
         p, q = as_table(p), q if q.h is None else as_table(q)
-        arguments = rows, p, q, factor, keys, wanted
         _, scores = triton.scored_piece(p.h, p.w, keys, p.t, p.options, plt=plt, vocab=VOCAB, sample=SAMPLE, tiles=TILES,
                                         precision=p.precision, interpret=True)
-        found = triton_search.search_rows(scores, *arguments, plt=plt, sample=SAMPLE, vocab=VOCAB, shares=4, interpret=True,
-                                          **amount)
+        found = triton_search.search_rows(scores, p, q, keys, asked, plt=plt, sample=SAMPLE, vocab=VOCAB, shares=4,
+                                          interpret=True, **amount)
     return found, dual.residual_draw(p, q, factor, keys, sample=SAMPLE, vocab=VOCAB), scores
 
 

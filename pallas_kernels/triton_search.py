@@ -30,8 +30,8 @@ def choose_shares(num_rows: int) -> int:
 
 def _kernel(
     *refs,  # of each law: its normaliser, t `[rows]` (h, w, dense options, valid); u32 [rows of the target] x num_keys;
-    # rows of both laws i32, factor f32 [searches]; best, second [tiles, all rows]; the high and low of an earlier
-    # launch [shares, searches]; outputs
+    # rows of both laws i32, factor f32 [searches]; best, second [tiles, all rows]; what an earlier launch found
+    # [shares, searches]; outputs
     structure, laws, sample, plt, vocab, width, shares, floor, ceiling,
 ):
     target, draft, key_refs, asked, scores, earlier, out_refs = jax.tree.unflatten(structure, refs)
@@ -57,7 +57,7 @@ def _kernel(
     if earlier:
         share_of = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(shares),), 0)
         known_high, known_low = (plt.load(ref.at[pl.ds(zero, share_of.shape[0]), row], mask=share_of < shares, other=-jnp.inf)
-                                 for ref in earlier)
+                                 for ref in earlier[:2])
         lowest = jnp.maximum(lowest, jnp.max(jnp.where(known_high > -jnp.inf, known_high + known_low, -jnp.inf)))
 
     def log_law(refs, law, row, first):
@@ -96,7 +96,8 @@ def _kernel(
     nothing = (number(-jnp.inf, jnp.float32), number(0.0, jnp.float32), number(race.NO_ID, jnp.int32),
                number(-jnp.inf, jnp.float32), number(0.0, jnp.float32))
     done = jnp.where(of_others > ceiling, in_tile, jnp.where(of_best > ceiling, 1, 0))  # by an earlier launch
-    found = lax.while_loop(goes_on, look, (done, *nothing))[1:]
+    known = (plt.load(ref.at[share, pl.ds(row, 1)]) for ref in earlier) if earlier else nothing
+    found = lax.while_loop(goes_on, look, (done, *known))[1:]
     for ref, value in zip(out_refs, found, strict=True):
         plt.store(ref.at[share, pl.ds(row, 1)], value)
 
@@ -129,7 +130,5 @@ def search_rows(scores: race.Scores, target: dual.Side, draft: dual.Side, keys, 
                                shares=shares or choose_shares(asked.factor.shape[0]), interpret=interpret)
     ceiling, floor = -math.log(first), -math.log(most)
     one = launch([], floor=ceiling, ceiling=math.inf)
-    two = launch(one[:2], floor=floor, ceiling=ceiling)
-    high, low, token, log_p, mass = (jnp.concatenate(pair) for pair in zip(one, two, strict=True))
-    bound = jnp.full((1, asked.factor.shape[0]), floor, jnp.float32)
-    return search.best_of(search.Found(high, low, token, log_p, mass, bound))
+    two = launch(one, floor=floor, ceiling=ceiling)
+    return search.best_of(search.Found(*two, jnp.full_like(two[0], floor)))

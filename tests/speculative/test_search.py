@@ -122,6 +122,19 @@ def test_a_draft_without_a_law_and_rows_that_are_not_asked_for(route):
     assert np.all(np.asarray(found.token)[yes] != np.asarray(p.normalizer.token)[yes])
 
 
+def test_the_best_of_pieces_is_that_of_one_maximum_after_the_other():
+    """Ties in high, in low, in all; pieces that found nothing."""
+    rng = np.random.default_rng(5)
+    few = lambda values, dtype=np.float32: rng.choice(np.asarray(values, dtype), (7, 4000))  # noqa: E731
+    high, low, token = few([-np.inf, -1, 0, 3]), few([-1e-8, 0, 1e-8]), few([0, 16, 48, race.NO_ID], np.int32)
+    high[:, :500] = -np.inf
+    found = search.Found(high, low, token, token.astype(np.float32) / 8, few([0, 0.25, 1]), few([-np.inf, -2, 5]))
+    best = search.best_of(search.Found(*map(jnp.asarray, found)))
+    want = race.best_score(*map(jnp.asarray, (high, low, token)))
+    for x, y in zip(best, (*want, want[2].astype(jnp.float32) / 8, found.mass.sum(0), found.bound.max(0)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def forget_the_second(groups, winner):
     return jnp.full_like(groups.high[0], -jnp.inf)
 

@@ -108,11 +108,11 @@ def _at_level(x: Array, level: Array) -> Array:
 
 def walk_one(scores: Scores, coins: Array) -> Stop:
     """`walk` for one chain, all positions at once."""
-    proposed, draft_len = scores.proposed[:, 0], scores.proposed.shape[-1]
+    proposed = scores.proposed[:, 0]  # true, and then false
     ratio = scores.log_p[:, 0] - scores.log_q[:, 0]  # NaN where p and q are 0: not accepted
-    accepted = proposed & (coins[0, :, :draft_len] < ratio)
+    accepted = proposed & (coins[0, :, :proposed.shape[1]] < ratio)
     position = jnp.sum(jnp.cumprod(accepted, axis=-1, dtype=jnp.int32), axis=-1, dtype=jnp.int32)
-    tried = jnp.any(proposed & (jnp.arange(draft_len) == position[:, None]), axis=-1)
+    tried = position < jnp.sum(proposed, axis=-1, dtype=jnp.int32)
     return Stop(position, jnp.zeros_like(position), tried.astype(jnp.int32))
 
 

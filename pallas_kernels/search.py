@@ -71,15 +71,15 @@ def better_of(a: Found, b: Found) -> Found:
     """What two searches of one residual say together; equal scores go to the lowest token."""
     is_lower = (a.low < b.low) | ((a.low == b.low) & (a.token > b.token))
     takes_b = (a.high < b.high) | ((a.high == b.high) & is_lower)
-    best = (jnp.where(takes_b, y, x) for x, y in zip(a[:4], b[:4], strict=True))
-    return Found(*best, a.mass + b.mass, jnp.maximum(a.bound, b.bound))
+    high, low, token, log_p = (jnp.where(takes_b, y, x) for x, y in zip(a[:4], b[:4], strict=True))
+    return Found(high, low, token, log_p, a.mass + b.mass, jnp.maximum(a.bound, b.bound))
 
 
 def best_of(found: Found) -> Found:
     """The best of what was found along axis 0. One reduction of all, which XLA makes one kernel."""
-    nothing = Found(*map(jnp.float32, (-jnp.inf, -jnp.inf)), jnp.int32(race.NO_ID),
-                    *map(jnp.float32, (-jnp.inf, 0.0, -jnp.inf)))
-    return Found(*lax.reduce(tuple(found), tuple(nothing), lambda a, b: tuple(better_of(Found(*a), Found(*b))), (0,)))
+    least = jnp.float32(-jnp.inf)
+    nothing = Found(least, least, jnp.int32(race.NO_ID), least, jnp.float32(0.0), least)
+    return lax.reduce(found, nothing, better_of, (0,))
 
 
 def search(scores: race.Scores, target: dual.Side, draft: dual.Side, keys, asked: Asked, *, sample, vocab,

@@ -130,5 +130,5 @@ def search_rows(scores: race.Scores, target: dual.Side, draft: dual.Side, keys, 
                                shares=shares or choose_shares(asked.factor.shape[0]), interpret=interpret)
     ceiling, floor = -math.log(first), -math.log(most)
     one = launch([], floor=ceiling, ceiling=math.inf)
-    two = launch(one, floor=floor, ceiling=ceiling)
-    return search.best_of(search.Found(*two, jnp.full_like(two[0], floor)))
+    high, low, token, log_p, mass = launch(one, floor=floor, ceiling=ceiling)
+    return search.best_of(search.Found(high, low, token, log_p, mass, jnp.full_like(high, floor)))

@@ -25,7 +25,7 @@ RELATIVE = {"float32": 2.0**-18, "float16": 2.0**-10}  # and that of logits and 
 
 
 class Asked(NamedTuple):
-    """Searches, `[searches]` each: max(p - factor * q, 0) of two rows. One with factor 0 is not made: it says nothing."""
+    """Searches, `[searches]` each: max(p - factor * q, 0) of two rows. What one with factor 0 says means nothing."""
 
     target_row: Any
     draft_row: Any

@@ -96,8 +96,8 @@ def _kernel(
     nothing = (number(-jnp.inf, jnp.float32), number(0.0, jnp.float32), number(race.NO_ID, jnp.int32),
                number(-jnp.inf, jnp.float32), number(0.0, jnp.float32))
     done = jnp.where(of_others > ceiling, in_tile, jnp.where(of_best > ceiling, 1, 0))  # by an earlier launch
-    known = (plt.load(ref.at[share, pl.ds(row, 1)]) for ref in earlier) if earlier else nothing
-    found = lax.while_loop(goes_on, look, (done, *known))[1:]
+    start = (plt.load(ref.at[share, pl.ds(row, 1)]) for ref in earlier) if earlier else nothing
+    found = lax.while_loop(goes_on, look, (done, *start))[1:]
     for ref, value in zip(out_refs, found, strict=True):
         plt.store(ref.at[share, pl.ds(row, 1)], value)
 

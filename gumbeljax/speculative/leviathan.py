@@ -194,7 +194,7 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
     stop = walk_one(scores, coins) if num_chains == 1 else walk(tokens, scores, coins)
 
     # The last token: from p where nothing was rejected, else from what the rejections left of p.
-    request, place = jnp.arange(requests), jnp.minimum(stop.position, draft_len - 1)
+    request, place = jnp.arange(requests, dtype=jnp.int32), jnp.minimum(stop.position, draft_len - 1)
     p_row = (request * num_chains + stop.chain) * positions + stop.position
     q_row = (request * num_chains + stop.chain) * draft_len + place
     token, log_p = p.normalizer.token[p_row], p.normalizer.token_log_prob[p_row]

@@ -35,7 +35,7 @@ def _kernel(
     structure, laws, sample, plt, vocab, width, shares, floor, ceiling,
 ):
     target, draft, key_refs, asked, scores, earlier, out_refs = jax.tree.unflatten(structure, refs)
-    row, share = lax.div(pl.program_id(0), shares), lax.rem(pl.program_id(0), shares)
+    row, share = (f(pl.program_id(0), jnp.int32(shares)) for f in (lax.div, lax.rem))  # int32 under x64 too
     zero = row - row  # a start that is not a constant: JAX refuses slices that it can see to end out of bounds, masked or not
     place, draft_place = (plt.load(ref.at[row]) for ref in asked[:2])
     one_of = lambda ref, row: plt.load(ref.at[pl.ds(row, 1)])  # noqa: E731
@@ -79,7 +79,8 @@ def _kernel(
         done, high, low, token, log_p, mass = state
         bounds = bounds_of(done)
         now = tile == jnp.min(jnp.where(bounds == jnp.max(bounds), tile, race.NO_ID))
-        first = jnp.sum(jnp.where(now, tile * width + noise.GROUP * lax.rem(winner + done, in_tile), 0))
+        group = lax.rem(winner + done, jnp.int32(in_tile))
+        first = jnp.sum(jnp.where(now, tile * width + noise.GROUP * group, 0), dtype=jnp.int32)
         log_ps, log_qs = (log_law(*of_law, first) for of_law in zip((target, draft), laws, (place, draft_place), strict=True))
         new = search.score_groups(dual.log_residual(log_ps, log_qs, factor), log_ps, keys, first[None], sample=sample)
         better = (new.high > high) | ((new.high == high) & (new.low > low))

@@ -39,6 +39,13 @@ class Side(NamedTuple):
     precision: Any = None
 
 
+def at_rows(side: Side, rows) -> Side:
+    """The side at some of its rows."""
+    own = {name: x[rows] for name, x in side.options.dense().items() if x.ndim > 1}
+    return side._replace(h=None if side.h is None else side.h[rows], t=side.t[rows], options=side.options._replace(**own),
+                         normalizer=Normalizer(*(x[rows] for x in side.normalizer)))
+
+
 def log_law(x, ids, side: Side):
     """Log-probabilities of the tokens `ids` with processed logits x, `[n, rows]`; never above 0."""
     known, t = side.normalizer, side.t

@@ -24,9 +24,17 @@ NATS = 1e-4  # by how much rounding of noise and sums may lift a score above its
 RELATIVE = {"float32": 2.0**-18, "float16": 2.0**-10}  # and that of logits and of what is kept, as a part of the score
 
 
+class Asked(NamedTuple):
+    """Searches, `[searches]` each: max(p - factor * q, 0) of two rows. What one with factor 0 says means nothing."""
+
+    target_row: Any
+    draft_row: Any
+    factor: Any
+
+
 class Found(NamedTuple):
-    """What a search says, `[rows]`: the best score under r and its token, and log p of that; r's mass in the groups that were
-    looked at; and a bound on the scores of all others."""
+    """What a search says, `[searches]`: the best score under r and its token, and log p of that; r's mass in the groups that
+    were looked at; and a bound on the scores of all others."""
 
     high: Any
     low: Any
@@ -59,29 +67,39 @@ def score_groups(r, log_p, keys, first, *, sample) -> Found:
     return Found(high, low, token, log_p, total * jnp.exp(top), None)
 
 
+def better_of(a: Found, b: Found) -> Found:
+    """What two searches of one residual say together; equal scores go to the lowest token."""
+    is_lower = (a.low < b.low) | ((a.low == b.low) & (a.token > b.token))
+    takes_b = (a.high < b.high) | ((a.high == b.high) & is_lower)
+    high, low, token, log_p = (jnp.where(takes_b, y, x) for x, y in zip(a[:4], b[:4], strict=True))
+    return Found(high, low, token, log_p, a.mass + b.mass, jnp.maximum(a.bound, b.bound))
+
+
 def best_of(found: Found) -> Found:
-    """The best of what was found along axis 0."""
-    high, low, token = race.best_score(found.high, found.low, found.token)
-    log_p = jnp.max(jnp.where(found.token == token, found.log_p, -jnp.inf), axis=0)
-    return Found(high, low, token, log_p, jnp.sum(found.mass, axis=0), jnp.max(found.bound, axis=0))
+    """The best of what was found along axis 0. One reduction of all, which XLA makes one kernel."""
+    least = jnp.float32(-jnp.inf)
+    nothing = Found(least, least, jnp.int32(race.NO_ID), least, jnp.float32(0.0), least)
+    return lax.reduce(found, nothing, better_of, (0,))
 
 
-def search(scores: race.Scores, rows, target: dual.Side, draft: dual.Side, factor, keys, wanted, *, sample, vocab,
+def search(scores: race.Scores, target: dual.Side, draft: dual.Side, keys, asked: Asked, *, sample, vocab,
            num_ids=None) -> Found:
-    """Looks at all groups of the tiles, `num_ids` ids in all, whose best group scored best. `rows`: those of the scores that
-    the rows of both sides have; `wanted`: rows whose answer counts. Keys as in `dual.residual_draw`."""
+    """Looks at all groups of the tiles, `num_ids` ids in all, whose best group scored best. Scores and keys (as in
+    `dual.residual_draw`) have the rows of the target."""
+    target, draft = dual.at_rows(target, asked.target_row), dual.at_rows(draft, asked.draft_row)
+    keys = tuple(x[asked.target_row] for x in keys)
     tiles = -(-vocab // scores.width)
     num = min(max(1, (IDS if num_ids is None else num_ids) // scores.width), tiles)
-    best, tile = lax.top_k(scores.best[:tiles, rows].T, min(num + 1, tiles))
+    best, tile = lax.top_k(scores.best[:tiles, asked.target_row].T, min(num + 1, tiles))
     bound = jnp.full_like(target.t, -jnp.inf)
     if num < tiles:
         bound = bounds(best[:, num], target.t, target.normalizer)
-    starts = scores.width * jnp.where(wanted, tile[:, :num].T, 0)
+    starts = scores.width * jnp.where(asked.factor > 0.0, tile[:, :num].T, 0)
     first = starts[:, None] + jnp.arange(0, scores.width, noise.GROUP, dtype=jnp.int32)[:, None]
-    first = first.reshape(-1, rows.shape[0])
+    first = first.reshape(-1, asked.factor.shape[0])
     ids = ids_of(first)
     log_p = dual.log_law_of(target, ids, vocab)
-    r = dual.log_residual(log_p, dual.log_law_of(draft, ids, vocab), factor)
+    r = dual.log_residual(log_p, dual.log_law_of(draft, ids, vocab), asked.factor)
     in_groups = lambda x: x.reshape(-1, noise.GROUP, x.shape[1]).swapaxes(0, 1)  # noqa: E731
     found = score_groups(in_groups(r), in_groups(log_p), keys, first, sample=sample)
     return best_of(found._replace(bound=jnp.broadcast_to(bound, first.shape)))

@@ -29,39 +29,40 @@ def choose_shares(num_rows: int) -> int:
 
 
 def _kernel(
-    *refs,  # of each law: its normaliser, t `[rows]` (h, w, dense options, valid); rows i32, factor f32, wanted i32 [rows];
-    # u32 [rows] x num_keys; best, second [tiles, all rows]; the high and low of an earlier launch [shares, rows]; outputs
+    *refs,  # of each law: its normaliser, t `[rows]` (h, w, dense options, valid); u32 [rows of the target] x num_keys;
+    # rows of both laws i32, factor f32 [searches]; best, second [tiles, all rows]; what an earlier launch found
+    # [shares, searches]; outputs
     structure, laws, sample, plt, vocab, width, shares, floor, ceiling,
 ):
-    target, draft, rows_ref, factor_ref, wanted_ref, key_refs, scores, earlier, out_refs = jax.tree.unflatten(structure, refs)
-    row, share = lax.div(pl.program_id(0), shares), lax.rem(pl.program_id(0), shares)
+    target, draft, key_refs, asked, scores, earlier, out_refs = jax.tree.unflatten(structure, refs)
+    row, share = (f(pl.program_id(0), jnp.int32(shares)) for f in (lax.div, lax.rem))  # int32 under x64 too
     zero = row - row  # a start that is not a constant: JAX refuses slices that it can see to end out of bounds, masked or not
-    one_of = lambda ref: plt.load(ref.at[pl.ds(row, 1)])  # noqa: E731
-    keys, factor = tuple(map(one_of, key_refs)), one_of(factor_ref)
-    known = dual.Normalizer(*map(one_of, target["normalizer"]))
+    place, draft_place = (plt.load(ref.at[row]) for ref in asked[:2])
+    one_of = lambda ref, row: plt.load(ref.at[pl.ds(row, 1)])  # noqa: E731
+    keys, factor = tuple(one_of(ref, place) for ref in key_refs), one_of(asked.factor, row)
+    t, known = one_of(target["t"], place), dual.Normalizer(*(one_of(ref, place) for ref in target["normalizer"]))
 
     tiles, in_tile = pl.cdiv(vocab, width), width // noise.GROUP
     tile = share + shares * lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(pl.cdiv(tiles, shares)),), 0)
-    place = plt.load(rows_ref.at[row])
     best, second = (plt.load(ref.at[tile, place], mask=tile < tiles, other=-jnp.inf) for ref in scores)
     winner = lax.bitcast_convert_type(best, jnp.int32) & 15
-    of_best, of_others = (search.bounds(x, one_of(target["t"]), known) for x in (best, second))
-    is_wanted = one_of(wanted_ref) > 0
+    of_best, of_others = (search.bounds(x, t, known) for x in (best, second))
 
     def bounds_of(done):
         """Of the groups of each tile that come next: the best, and then all others, one after the other."""
         bounds = jnp.where(done == 0, of_best, jnp.where(done < in_tile, of_others, -jnp.inf))
-        return jnp.where(is_wanted, bounds, -jnp.inf)
+        return jnp.where(factor > 0.0, bounds, -jnp.inf)
 
     lowest = jnp.float32(floor)
     if earlier:
         share_of = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(shares),), 0)
         known_high, known_low = (plt.load(ref.at[pl.ds(zero, share_of.shape[0]), row], mask=share_of < shares, other=-jnp.inf)
-                                 for ref in earlier)
+                                 for ref in earlier[:2])
         lowest = jnp.maximum(lowest, jnp.max(jnp.where(known_high > -jnp.inf, known_high + known_low, -jnp.inf)))
 
-    def log_law(refs, law, first):
-        side = dual.Side(refs["h"], None, one_of(refs["t"]), Elementwise(), dual.Normalizer(*map(one_of, refs["normalizer"])))
+    def log_law(refs, law, row, first):
+        side = dual.Side(refs["h"], None, one_of(refs["t"], row), Elementwise(),
+                         dual.Normalizer(*(one_of(ref, row) for ref in refs["normalizer"])))
         tokens = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP, 1), 0)
         if refs["h"] is None:
             return dual.log_law(None, tokens, side)
@@ -78,8 +79,9 @@ def _kernel(
         done, high, low, token, log_p, mass = state
         bounds = bounds_of(done)
         now = tile == jnp.min(jnp.where(bounds == jnp.max(bounds), tile, race.NO_ID))
-        first = jnp.sum(jnp.where(now, tile * width + noise.GROUP * lax.rem(winner + done, in_tile), 0))
-        log_ps, log_qs = (log_law(refs, law, first) for refs, law in zip((target, draft), laws, strict=True))
+        group = lax.rem(winner + done, jnp.int32(in_tile))
+        first = jnp.sum(jnp.where(now, tile * width + noise.GROUP * group, 0), dtype=jnp.int32)
+        log_ps, log_qs = (log_law(*of_law, first) for of_law in zip((target, draft), laws, (place, draft_place), strict=True))
         new = search.score_groups(dual.log_residual(log_ps, log_qs, factor), log_ps, keys, first[None], sample=sample)
         better = (new.high > high) | ((new.high == high) & (new.low > low))
         pick = lambda new, old: jnp.where(better, new, old)  # noqa: E731
@@ -95,15 +97,16 @@ def _kernel(
     nothing = (number(-jnp.inf, jnp.float32), number(0.0, jnp.float32), number(race.NO_ID, jnp.int32),
                number(-jnp.inf, jnp.float32), number(0.0, jnp.float32))
     done = jnp.where(of_others > ceiling, in_tile, jnp.where(of_best > ceiling, 1, 0))  # by an earlier launch
-    found = lax.while_loop(goes_on, look, (done, *nothing))[1:]
+    start = (plt.load(ref.at[share, pl.ds(row, 1)]) for ref in earlier) if earlier else nothing
+    found = lax.while_loop(goes_on, look, (done, *start))[1:]
     for ref, value in zip(out_refs, found, strict=True):
         plt.store(ref.at[share, pl.ds(row, 1)], value)
 
 
-def _launch(scores: race.Scores, rows, target: dual.Side, draft: dual.Side, factor, keys, wanted, earlier, *, plt, sample,
+def _launch(scores: race.Scores, target: dual.Side, draft: dual.Side, keys, asked: search.Asked, earlier, *, plt, sample,
             vocab, shares, floor, ceiling, interpret):
-    """One launch; high, low, token, log p, mass, each `[shares, rows]`."""
-    num_rows = factor.shape[0]
+    """One launch; high, low, token, log p, mass, each `[shares, searches]`."""
+    num_rows = asked.factor.shape[0]
 
     def arguments_of(side):
         return {"normalizer": tuple(side.normalizer), "t": side.t, "h": side.h, "w": side.w, "dense": given(side.options)}
@@ -111,8 +114,7 @@ def _launch(scores: race.Scores, rows, target: dual.Side, draft: dual.Side, fact
     laws = [{"d_model": None if side.h is None else side.h.shape[1], "vocab_axis": side.vocab_axis,
              "dense": tuple(side.options.dense()), "has_valid": side.options.valid is not None, "scale": side.options.scale,
              "soft_cap": side.options.soft_cap} for side in (target, draft)]
-    inputs = (*map(arguments_of, (target, draft)), rows, factor, wanted.astype(jnp.int32), list(keys), list(scores[:2]),
-              earlier)
+    inputs = (*map(arguments_of, (target, draft)), list(keys), asked, list(scores[:2]), earlier)
     flat = jax.tree.leaves(inputs)
     out_shape = [like(flat, (shares, num_rows), kind) for kind in (jnp.float32,) * 2 + (jnp.int32,) + (jnp.float32,) * 2]
     body = functools.partial(_kernel, structure=jax.tree.structure((*inputs, out_shape)), laws=laws, sample=sample, plt=plt,
@@ -122,14 +124,12 @@ def _launch(scores: race.Scores, rows, target: dual.Side, draft: dual.Side, fact
         compiler_params=plt.CompilerParams(num_warps=16, num_stages=1))(*flat)
 
 
-def search_rows(scores: race.Scores, rows, target: dual.Side, draft: dual.Side, factor, keys, wanted, *, plt, sample, vocab,
+def search_rows(scores: race.Scores, target: dual.Side, draft: dual.Side, keys, asked: search.Asked, *, plt, sample, vocab,
                 first=FIRST, most=MOST, shares=None, interpret=False) -> search.Found:
     """As `search.search`, with a limit on bounds in place of one on groups."""
-    launch = functools.partial(_launch, scores, rows, target, draft, factor, keys, wanted, plt=plt, sample=sample, vocab=vocab,
-                               shares=shares or choose_shares(factor.shape[0]), interpret=interpret)
+    launch = functools.partial(_launch, scores, target, draft, keys, asked, plt=plt, sample=sample, vocab=vocab,
+                               shares=shares or choose_shares(asked.factor.shape[0]), interpret=interpret)
     ceiling, floor = -math.log(first), -math.log(most)
     one = launch([], floor=ceiling, ceiling=math.inf)
-    two = launch(one[:2], floor=floor, ceiling=ceiling)
-    high, low, token, log_p, mass = (jnp.concatenate(pair) for pair in zip(one, two, strict=True))
-    bound = jnp.full((1, factor.shape[0]), floor, jnp.float32)
-    return search.best_of(search.Found(high, low, token, log_p, mass, bound))
+    high, low, token, log_p, mass = launch(one, floor=floor, ceiling=ceiling)
+    return search.best_of(search.Found(high, low, token, log_p, mass, jnp.full_like(high, floor)))

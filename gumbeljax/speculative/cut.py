@@ -92,17 +92,17 @@ def residual_mass(target: dual.Side, draft: dual.Side, factor, config: Config, s
     return lax.psum(stages.residual_mass(target, draft, _varying(factor, axes), vocab=config.vocab), axes)
 
 
-def residual_search(scores: race.Scores, rows, target: dual.Side, draft: dual.Side, factor, keys, wanted, config: Config,
+def residual_search(scores: race.Scores, target: dual.Side, draft: dual.Side, keys, asked: search.Asked, config: Config,
                     stages: Stages, *, sample: int) -> search.Found:
-    """A look at the groups that are likely to win the race over `max(p - factor * q, 0)`, at `rows` of the scores."""
+    """A look at the groups that are likely to win the race over `max(p - factor * q, 0)`; keys of all rows of the target."""
     axes = config.axis_name
     if not axes:
-        return stages.residual_search(scores, rows, target, draft, factor, keys, wanted, sample=sample, vocab=config.vocab)
+        return stages.residual_search(scores, target, draft, keys, asked, sample=sample, vocab=config.vocab)
     first = _mesh.first_id(axes, config.vocab)
     target, draft = _own((target, draft), config)
     keys = (*keys, jnp.full_like(keys[0], first.astype(jnp.uint32)))
-    rows, factor, keys, wanted = _varying((rows, factor, keys, wanted), axes)
-    found = stages.residual_search(scores, rows, target, draft, factor, keys, wanted, sample=sample, vocab=config.vocab)
+    keys, asked = _varying((keys, asked), axes)
+    found = stages.residual_search(scores, target, draft, keys, asked, sample=sample, vocab=config.vocab)
     return search.best_of(search.Found(*_mesh.gather(tuple(found._replace(token=found.token + first)), axes)))
 
 

@@ -14,7 +14,7 @@ from gumbeljax._call import Config, Operands
 from gumbeljax._implementation import Stages
 from gumbeljax._typing import Array
 from gumbeljax.speculative import cut
-from pallas_kernels import dual, noise, race, xla
+from pallas_kernels import dual, noise, race, search, xla
 from pallas_kernels.finish import has_law
 from pallas_kernels.logits import Elementwise
 
@@ -63,14 +63,6 @@ def _side(operands: Operands, config: Config, normalizer: dual.Normalizer) -> du
                      config.precision)
 
 
-def _rows_of(side: dual.Side, rows: Array) -> dual.Side:
-    """The side at some of its rows."""
-    own = {name: x[rows] for name, x in side.options.dense().items() if x.ndim > 1}
-    options = side.options._replace(**own)
-    return side._replace(h=None if side.h is None else side.h[rows], t=side.t[rows], options=options,
-                         normalizer=dual.Normalizer(*(x[rows] for x in side.normalizer)))
-
-
 def target_side(operands: Operands, config: Config, keys) -> tuple[dual.Side, race.Scores]:
     """One pass over the target's table: p's normaliser and a token drawn from p (-1 without a law), at every row, and what the
     groups scored in that draw."""
@@ -116,11 +108,11 @@ def _at_level(x: Array, level: Array) -> Array:
 
 def walk_one(scores: Scores, coins: Array) -> Stop:
     """`walk` for one chain, all positions at once."""
-    proposed, draft_len = scores.proposed[:, 0], scores.proposed.shape[-1]
+    proposed = scores.proposed[:, 0]  # true, and then false
     ratio = scores.log_p[:, 0] - scores.log_q[:, 0]  # NaN where p and q are 0: not accepted
-    accepted = proposed & (coins[0, :, :draft_len] < ratio)
+    accepted = proposed & (coins[0, :, :proposed.shape[1]] < ratio)
     position = jnp.sum(jnp.cumprod(accepted, axis=-1, dtype=jnp.int32), axis=-1, dtype=jnp.int32)
-    tried = jnp.any(proposed & (jnp.arange(draft_len) == position[:, None]), axis=-1)
+    tried = position < jnp.sum(proposed, axis=-1, dtype=jnp.int32)
     return Stop(position, jnp.zeros_like(position), tried.astype(jnp.int32))
 
 
@@ -164,7 +156,7 @@ def _score(target: dual.Side, q: dual.Side, exists: Array, tokens: Array, lens: 
         one = jnp.ones((1, tokens.size), jnp.float32)
         factors, masses = jnp.concatenate([0 * one, one]), one
     else:
-        factors, masses = levels(_rows_of(target, rows[..., :-1].reshape(-1)), q, shape[1], config, stages)
+        factors, masses = levels(dual.at_rows(target, rows[..., :-1].reshape(-1)), q, shape[1], config, stages)
     # The target is asked at all positions, so that no part of its hidden states is copied.
     everywhere = jnp.pad(tokens, ((0, 0), (0, 0), (0, 1)))
     log_p, log_q = cut.log_laws_at([target, q], [everywhere.reshape(-1), tokens.reshape(-1)], config)
@@ -202,20 +194,20 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
     stop = walk_one(scores, coins) if num_chains == 1 else walk(tokens, scores, coins)
 
     # The last token: from p where nothing was rejected, else from what the rejections left of p.
-    request, place = jnp.arange(requests), jnp.minimum(stop.position, draft_len - 1)
-    p_row = rows[request, stop.chain, stop.position]
-    p = _rows_of(p, p_row)
-    q = _rows_of(q, (request * num_chains + stop.chain) * draft_len + place)
-    factor = jnp.where(stop.level > 0, _at_level(scores.factors[:, request, stop.chain, place], stop.level), 0.0)
-    keys = tuple(x[request, stop.position] for x in keys)
-    token, log_p = p.normalizer.token, p.normalizer.token_log_prob
+    request, place = jnp.arange(requests, dtype=jnp.int32), jnp.minimum(stop.position, draft_len - 1)
+    p_row = (request * num_chains + stop.chain) * positions + stop.position
+    q_row = (request * num_chains + stop.chain) * draft_len + place
+    token, log_p = p.normalizer.token[p_row], p.normalizer.token_log_prob[p_row]
     # Greedy rows have one token to be drawn, whatever q says of it.
-    again = (stop.level > 0) & (p.t != 0.0) & (token >= 0)
-    found = cut.residual_search(group_scores, p_row, p, q, factor, keys, again, config, stages, sample=FROM_TARGET)
+    again = (stop.level > 0) & (p.t[p_row] != 0.0) & (token >= 0)
+    factor = jnp.where(again, _at_level(scores.factors[:, request, stop.chain, place], stop.level), 0.0)
+    asked = search.Asked(p_row, q_row, factor)
+    found = cut.residual_search(group_scores, p, q, of_rows, asked, config, stages, sample=FROM_TARGET)
     undecided = again & ~(found.is_winner() & (found.mass > NEGLIGIBLE))
 
     def draw(_):
-        drawn = cut.residual_draw(p, q, factor, keys, config, stages, sample=FROM_TARGET)
+        sides, own = (dual.at_rows(p, p_row), dual.at_rows(q, q_row)), tuple(x[p_row] for x in of_rows)
+        drawn = cut.residual_draw(*sides, factor, own, config, stages, sample=FROM_TARGET)
         return tuple(jnp.where(undecided, x, y) for x, y in zip(drawn, searched, strict=True))
 
     searched = found.token, found.log_p, found.mass

@@ -68,8 +68,10 @@ def test_the_kernel_agrees_with_the_plain_pass(draft):
     (1, "both", {"race": True, "mass": False}), (2, "both", {"race": True, "mass": True}),
     (1, "target", {"race": False, "mass": False}), (1, "one token", {"race": True, "mass": False}),
 ])  # fmt: skip
-def test_lowers_for_a_gpu(chains, w, kernels):
-    """Where both laws are given as hidden states the kernel runs, also for several chains; else the plain pass."""
+@pytest.mark.parametrize("x64", [False, True])
+def test_lowers_for_a_gpu(chains, w, kernels, x64):
+    """Where both laws are given as hidden states the kernel runs, also for several chains; else the plain pass. In 64-bit mode
+    too: no 64-bit index reaches a kernel."""
     shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
     lead = (2,) if chains == 1 else (2, chains)
 
@@ -78,7 +80,7 @@ def test_lowers_for_a_gpu(chains, w, kernels):
         return (verify if chains == 1 else verify_chains)(Law(h, w_p, temperature=0.7), draft, drafted, key)
 
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
-    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+    with jax.enable_x64(x64), jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
         _compat.quiet_triton_deprecation()
         text = jax.jit(run).trace(
             shape(*lead, 5, 256), shape(4100, 256), shape(*lead, 4, 128), shape(4100, 128), shape(*lead, 4, dtype=jnp.int32),

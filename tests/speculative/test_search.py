@@ -73,18 +73,16 @@ def keys_of(seed):
 def run(route, p, q, factor, keys, wanted=None, **amount):
     """(what the search found, what the pass over both says, scores)."""
     wanted = jnp.ones(ROWS, bool) if wanted is None else wanted
-    rows = jnp.arange(ROWS)
-    arguments = rows, p, q, factor, keys, wanted
+    asked = search.Asked(jnp.arange(ROWS), jnp.arange(ROWS), jnp.where(wanted, factor, 0.0))
     if route == "xla":
         _, scores = xla.scored_piece(p.h, p.w, keys, p.t, p.options, vocab=VOCAB, sample=SAMPLE, tiles=XlaTiles(256))
-        found = search.search(scores, *arguments, sample=SAMPLE, vocab=VOCAB, **amount)
+        found = search.search(scores, p, q, keys, asked, sample=SAMPLE, vocab=VOCAB, **amount)
     else:
         p, q = as_table(p), q if q.h is None else as_table(q)
-        arguments = rows, p, q, factor, keys, wanted
         _, scores = triton.scored_piece(p.h, p.w, keys, p.t, p.options, plt=plt, vocab=VOCAB, sample=SAMPLE, tiles=TILES,
                                         precision=p.precision, interpret=True)
-        found = triton_search.search_rows(scores, *arguments, plt=plt, sample=SAMPLE, vocab=VOCAB, shares=4, interpret=True,
-                                          **amount)
+        found = triton_search.search_rows(scores, p, q, keys, asked, plt=plt, sample=SAMPLE, vocab=VOCAB, shares=4,
+                                          interpret=True, **amount)
     return found, dual.residual_draw(p, q, factor, keys, sample=SAMPLE, vocab=VOCAB), scores
 
 
@@ -122,6 +120,19 @@ def test_a_draft_without_a_law_and_rows_that_are_not_asked_for(route):
     assert yes.sum() > 0.8 * ROWS / 2
     np.testing.assert_array_equal(found.token[yes], token[yes])
     assert np.all(np.asarray(found.token)[yes] != np.asarray(p.normalizer.token)[yes])
+
+
+def test_the_best_of_pieces_is_that_of_one_maximum_after_the_other():
+    """Ties in high, in low, in all; pieces that found nothing."""
+    rng = np.random.default_rng(5)
+    few = lambda values, dtype=np.float32: rng.choice(np.asarray(values, dtype), (7, 4000))  # noqa: E731
+    high, low, token = few([-np.inf, -1, 0, 3]), few([-1e-8, 0, 1e-8]), few([0, 16, 48, race.NO_ID], np.int32)
+    high[:, :500] = -np.inf
+    found = search.Found(high, low, token, token.astype(np.float32) / 8, few([0, 0.25, 1]), few([-np.inf, -2, 5]))
+    best = search.best_of(search.Found(*map(jnp.asarray, found)))
+    want = race.best_score(*map(jnp.asarray, (high, low, token)))
+    for x, y in zip(best, (*want, want[2].astype(jnp.float32) / 8, found.mass.sum(0), found.bound.max(0)), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def forget_the_second(groups, winner):

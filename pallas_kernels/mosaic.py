@@ -108,6 +108,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         raise ValueError(f"tiles.vocab must be a multiple of 64 for w [d_model, vocab]; got {tiles.vocab}: choose others.")
     m, n, k, slots = 64, tiles.vocab, tiles.d_model, tiles.steps
     wgs = tiles.warpgroups  # that multiply; one more fetches
+    # Four have registers for the sums of one tile each: they multiply by turns with drawing, and hide it from each other.
+    overlapped = wgs < 4
     cta_m, cta_n = (wgs * m, n) if tiles.split_rows else (m, wgs * n)
     pair = 1 + tiles.pair_rows  # programs of one cluster
     row_tiles, vocab_tiles, steps = pl.cdiv(num_rows, cta_m * pair) * pair, pl.cdiv(vocab, cta_n), d_model // k
@@ -160,7 +162,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         num_tiles = lax.div(vocab_tiles - first_walker + walkers - 1, walkers)
 
         def fetch():
-            mgpu.set_max_registers(40 if wgs == 2 else 24, action="decrease")
+            mgpu.set_max_registers({2: 40, 3: 24, 4: 24}[wgs], action="decrease")
 
             @pl.loop(0, num_tiles)
             def _(turn):
@@ -184,7 +186,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                 mgpu.barrier_wait(emptied.at[lax.rem(step, slots)])
 
         def compute():
-            mgpu.set_max_registers(232 if wgs == 2 else 160, action="increase")
+            mgpu.set_max_registers({2: 232, 3: 160, 4: 112}[wgs], action="increase")
             first_row = row_tile * cta_m + (wg * m if tiles.split_rows else 0)
             my_rows = pl.ds(wg * m, m) if tiles.split_rows else slice(None)
             my_vocab = slice(None) if tiles.split_rows else pl.ds(wg * n, n)
@@ -226,7 +228,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
 
             def multiply_tile(turn, carry):
                 """The raw logits of a tile; meanwhile, the draw from those of the tile before."""
-                drawing = draw_steps(carry[0], turn - 1, carry[1:])
+                drawing = draw_steps(carry[0], turn - 1, carry[1:]) if overlapped else iter(())
 
                 def multiply(accumulator):
                     def issue(j):
@@ -243,8 +245,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                         mgpu.wgmma_wait(1)
                         release(j - 1)
 
-                    unrolled = min(steps, n // noise.GROUP + 4)
-                    best: Any = None
+                    unrolled = min(steps, n // noise.GROUP + 4 if overlapped else 2)
+                    best: Any = ()
                     for j in range(unrolled):
                         issue(j)
                         if j:
@@ -269,8 +271,12 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
             nothing = *(vector(v, jnp.float32) for v in floats_of_nothing), vector(race.NO_ID, jnp.int32)
             if wanted == "race":
                 nothing = *nothing, matrix(0.0, noise.GROUP)
-            x, *best = lax.fori_loop(0, num_tiles, multiply_tile, (matrix(-jnp.inf, n), *nothing))
-            best = last(draw_steps(x, num_tiles - 1, best))
+            if overlapped:
+                x, *best = lax.fori_loop(0, num_tiles, multiply_tile, (matrix(-jnp.inf, n), *nothing))
+                best = last(draw_steps(x, num_tiles - 1, best))
+            else:
+                best = lax.fori_loop(0, num_tiles, lambda turn, best: last(draw_steps(multiply_tile(turn, ())[0], turn, best)),
+                                     nothing)
             for i in range(num_floats):
                 floats[wg, i] = best[i]
             ids[wg] = best[num_floats]

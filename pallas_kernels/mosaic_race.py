@@ -1,7 +1,7 @@
 """What a warpgroup of the Mosaic GPU kernel makes of the logits of a tile, in steps short enough to hide behind products.
 
 Rows run along axis 0 here. Row vectors are held by four lanes each, so work on them is done four times over: the masses of the
-groups are put into one `[rows, 8]` matrix before the noise. Reductions run along the vocabulary only: one across warps
+groups are put into one matrix of a column each before the noise. Reductions run along the vocabulary only: one across warps
 would share scratch memory between the warpgroups.
 """
 
@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels import noise, race
 from pallas_kernels.logits import LOG2_E
 
-COLUMNS = 8  # groups in a tile at most, and what the layout wants a multiple of
+LEAST_COLUMNS = 8  # of a matrix with a column for each group: what the layout wants a multiple of
 
 
 class Tile(NamedTuple):
@@ -64,7 +65,8 @@ def race_steps(mgpu, tile: Tile, t, scale, words, sample, best, keep=None):
     """
     (*old_scores, old_top), old_totals, old_winner, old_logits = best[:3], best[3:-2], best[-2], best[-1]
     rows = t.shape[0]
-    shape = (rows, COLUMNS)
+    num_columns = pl.cdiv(tile.num_groups, LEAST_COLUMNS) * LEAST_COLUMNS
+    shape = (rows, num_columns)
     column, spread, spread_group = columns(shape), over(shape), over((rows, noise.GROUP))
     scales = [scale, jnp.full_like(t, LOG2_E)][:len(old_totals)]
     tops, totals = jnp.full(shape, -jnp.inf, jnp.float32), [jnp.zeros(shape, jnp.float32) for _ in scales]
@@ -87,11 +89,11 @@ def race_steps(mgpu, tile: Tile, t, scale, words, sample, best, keep=None):
     tied = high == spread(best_high)
     best_low = jnp.max(jnp.where(tied, low, -jnp.inf), axis=1)
     # The first column by a maximum: this backend reduces no minimum of integers.
-    first = jnp.max(jnp.where(tied & (low == spread(best_low)), COLUMNS - column, 0), axis=1)
-    winner = jnp.where(first > 0, tile.first_id + noise.GROUP * (COLUMNS - first), race.NO_ID)
+    first = jnp.max(jnp.where(tied & (low == spread(best_low)), num_columns - column, 0), axis=1)
+    winner = jnp.where(first > 0, tile.first_id + noise.GROUP * (num_columns - first), race.NO_ID)
     if keep is not None:
-        second = jnp.max(jnp.where(column == spread(COLUMNS - first), -jnp.inf, high), axis=1)
-        keep(race.marked(best_high, COLUMNS - first), second)
+        second = jnp.max(jnp.where(column == spread(num_columns - first), -jnp.inf, high), axis=1)
+        keep(race.marked(best_high, num_columns - first), second)
     yield
     top = jnp.max(tops, axis=1)
     down = tops - spread(finite(top))

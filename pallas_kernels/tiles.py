@@ -51,11 +51,12 @@ class MosaicTiles:
     warpgroups: int = 2
 
     def __post_init__(self):
-        if self.vocab not in range(GROUP, 8 * GROUP + 1, GROUP):  # its groups share eight columns: more would be lost
-            raise ValueError(f"vocab must be a multiple of {GROUP} and at most {8 * GROUP}; got {self.vocab}.")
+        most = {2: 128, 3: 96, 4: 128}.get(self.warpgroups, 0)  # what their registers hold
+        if self.warpgroups != 2 and not (most and self.split_rows):
+            raise ValueError(f"warpgroups must be 2, or 3 or 4 with split_rows; got {self.warpgroups}.")
+        if self.vocab not in range(GROUP, most + 1, GROUP):
+            raise ValueError(f"vocab must be a multiple of {GROUP} and at most {most}; got {self.vocab}.")
         if self.d_model not in (64, 128, 256) or self.steps < 2:
             raise ValueError(f"d_model must be 64, 128 or 256 and steps at least 2; got {self.d_model} and {self.steps}.")
-        if self.warpgroups != 2 and not (self.warpgroups == 3 and self.split_rows and self.vocab <= 96):
-            raise ValueError(f"warpgroups must be 2, or 3 with split_rows and vocab at most 96; got {self.warpgroups}.")
         if self.pair_rows and (self.pair_vocab or not self.split_rows):  # four programs find no place on some multiprocessors
             raise ValueError("pair_rows must be False without split_rows, and with pair_vocab; got True.")

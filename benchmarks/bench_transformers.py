@@ -60,7 +60,7 @@ def measure(shape: str, rows: int, sampling: str, *, device: str, rounds: int) -
 
     for new_tokens in (MANY, FEW, MANY, FEW):  # compiles, then captures
         seconds(new_tokens)
-    samples = [(seconds(MANY) - seconds(FEW)) / (MANY - FEW) for _ in range(rounds)]
+    samples = timing.take_turns({"generate": lambda: (seconds(MANY) - seconds(FEW)) / (MANY - FEW)}, rounds=rounds)["generate"]
     return {"head": head._asdict(), "rows": rows, "sampling": sampling,
             "seconds": {"generate": timing.summarize(samples)._asdict()}}
 

@@ -1,11 +1,7 @@
 """Timing jax on a noisy machine: contenders take turns, and the report is medians and ratios of one run."""
 
-import contextlib
-import fcntl
-import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,40 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import records
+from benchmarks.lock import alone as alone
 from benchmarks.timing import take_turns
-
-
-class _Hold:
-    """How many threads of this process hold the device, and the open file whose lock says so to other processes."""
-
-    mutex = threading.Lock()
-    threads = 0
-    file: Any = None
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Holds the device against other benchmarks, where GUMBELJAX_BENCHMARK_LOCK names a file that they all lock.
-
-    Tracing a kernel takes seconds of one core: benchmarks started together do that side by side and measure one after the
-    other. Threads of one process hold it together.
-    """
-    path = os.environ.get("GUMBELJAX_BENCHMARK_LOCK")
-    if path is None:
-        yield
-        return
-    with _Hold.mutex:
-        if _Hold.threads == 0:
-            _Hold.file = open(path, "a")  # noqa: SIM115
-            fcntl.flock(_Hold.file, fcntl.LOCK_EX)
-        _Hold.threads += 1
-    try:
-        yield
-    finally:
-        with _Hold.mutex:
-            _Hold.threads -= 1
-            if _Hold.threads == 0:
-                _Hold.file.close()
 
 
 def interleave(

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.lock import alone
+
 
 class Timing(NamedTuple):
     """Seconds per call: the median over rounds and the quartiles around it."""
@@ -22,9 +24,10 @@ def take_turns(loops: Mapping[str, Callable[[], float]], *, rounds: int, seed: i
     """
     samples = {name: [] for name in loops}
     rng = np.random.default_rng(seed)
-    for _ in range(rounds):
-        for name in rng.permutation(list(loops)):
-            samples[name].append(loops[name]())
+    with alone():
+        for _ in range(rounds):
+            for name in rng.permutation(list(loops)):
+                samples[name].append(loops[name]())
     return samples
 
 

@@ -39,9 +39,9 @@ def why_not(h, w, options, vocab_axis: int) -> str | None:
 
 
 def most_steps(split_rows: bool, vocab: int, d_model: int, warpgroups: int = 2) -> int:
-    """How many fetches fit into the shared memory of a multiprocessor, beside 16 KiB of results."""
-    rows, ids = (64 * warpgroups, vocab) if split_rows else (64, 2 * vocab)
-    return 211 * 1024 // (2 * (rows + ids) * d_model)
+    """How many fetches fit into the shared memory of a multiprocessor, beside the results of few rows."""
+    rows, ids, memory = (64 * warpgroups, vocab, 226 * 1024) if split_rows else (64, 2 * vocab, 211 * 1024)
+    return memory // (2 * (rows + ids) * d_model)
 
 
 def choose_steps(split_rows: bool, vocab: int, d_model: int, warpgroups: int = 2) -> int:
@@ -56,8 +56,9 @@ def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = 
 
     A program takes every n-th tile of the vocabulary, so it is the last turn, in which some programs have no tile, that decides
     between widths: the shard of a head may leave half of a turn empty. Of pairs of rows the time of a turn hardly depends on
-    the width of its tile. (Slower on an H200: 144 ids, and four programs that share rows and vocabulary both, of which it holds
-    no more than 30 at once.)
+    the width of its tile up to 128 ids; beyond, registers spill and it takes a quarter longer. (Slower on an H200: four
+    programs that share rows and vocabulary both, of which it holds no more than 30 at once; four warpgroups that draw when
+    they have multiplied; tiles of 192 and 256 ids in that way; fetching the table into the second-level cache ahead.)
     """
     split_rows = num_rows > 64
     # Of 129 to 192 rows two tiles of 128 would multiply 256.
@@ -66,14 +67,17 @@ def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = 
     pair_rows = split_rows and row_tiles % 2 == 0
     if vocab_axis == 1:  # copied in boxes of 64 ids
         widths = (128, 64) if split_rows and warpgroups == 2 else (64,)
+    elif pair_rows:
+        widths = (128, 144)
     else:
         widths = (128, 112, 96, 80, 64)[2 * (warpgroups - 2):] if split_rows else (64, 48, 80, 96)
-    extra = (600 if pair_rows else 48) if split_rows else 0
 
     def cost(width):
         tile = width if split_rows else 2 * width
         turns = pl.cdiv(pl.cdiv(vocab, tile), max(1, num_sms // row_tiles))
-        return turns * (tile + extra)
+        if pair_rows:
+            return turns * (1.25 if width > 128 else 1.0)
+        return turns * (tile + (48 if split_rows else 0))
 
     least = min(map(cost, widths))
     width = next(width for width in widths if cost(width) <= (1.0 if pair_rows else 1.04) * least)
@@ -106,12 +110,13 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         raise ValueError(f"tiles.d_model must divide d_model, {d_model}; got {tiles.d_model}: choose tiles for this head.")
     if vocab_axis == 1 and tiles.vocab % 64:
         raise ValueError(f"tiles.vocab must be a multiple of 64 for w [d_model, vocab]; got {tiles.vocab}: choose others.")
+    pair = 1 + tiles.pair_rows  # programs of one cluster
     m, n, k, slots = 64, tiles.vocab, tiles.d_model, tiles.steps
     wgs = tiles.warpgroups  # that multiply; one more fetches
-    # Four have registers for the sums of one tile each: they multiply by turns with drawing, and hide it from each other.
-    overlapped = wgs < 4
+    # Where products are what is waited for, a step of drawing beside every third holds them up less. (Wider tiles have no
+    # registers for that, and of programs that share the vocabulary's rows it made the time twice as long.)
+    pace = 3 if pair > 1 and n <= 128 else 1
     cta_m, cta_n = (wgs * m, n) if tiles.split_rows else (m, wgs * n)
-    pair = 1 + tiles.pair_rows  # programs of one cluster
     row_tiles, vocab_tiles, steps = pl.cdiv(num_rows, cta_m * pair) * pair, pl.cdiv(vocab, cta_n), d_model // k
     if row_tiles > num_sms:
         whole = row_tiles // pair // 2 * pair * cta_m
@@ -141,18 +146,18 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     barrier = functools.partial(mgpu.ClusterBarrier, collective_axes=tuple(cluster)) if cluster else mgpu.Barrier
     scratch = {"h_smem": buffer((cta_m, k)), "w_smem": buffer((cta_n, k) if vocab_axis == 0 else (k, cta_n)),
                "filled": mgpu.Barrier(num_arrivals=2, num_barriers=slots),
-               "emptied": barrier(num_arrivals=wgs, num_barriers=slots),
-               "floats": mgpu.SMEM((wgs, num_floats, m), jnp.float32), "ids": mgpu.SMEM((wgs, m), jnp.int32)}
+               "emptied": barrier(num_arrivals=wgs, num_barriers=slots)}
     out_type = [jax.ShapeDtypeStruct((walkers if tiles.split_rows else 2 * walkers, rows), dtype)
                 for dtype in (jnp.float32,) * num_floats + (jnp.int32,)]
     if wanted == "race":
-        scratch["logits"] = mgpu.SMEM((wgs, m, noise.GROUP), jnp.float32)
         out_type.append(jax.ShapeDtypeStruct((*out_type[0].shape, noise.GROUP), jnp.float32))
+    if not tiles.split_rows:  # of few rows not all that were multiplied are stored
+        scratch["results"] = [mgpu.SMEM((wgs, m, *x.shape[2:]), x.dtype) for x in out_type]
     if with_scores:
         turns = pl.cdiv(vocab_tiles, walkers)
         out_type += [jax.ShapeDtypeStruct((turns * walkers * cta_n // n, row_tiles * cta_m), jnp.float32)] * 2
 
-    def kernel(h_gmem, w_gmem, vectors_gmem, *out_gmem, h_smem, w_smem, filled, emptied, floats, ids, logits=None):
+    def kernel(h_gmem, w_gmem, vectors_gmem, *out_gmem, h_smem, w_smem, filled, emptied, results=()):
         out_gmem, scores_gmem = (out_gmem[:-2], out_gmem[-2:]) if with_scores else (out_gmem, ())
         wg, program = lax.axis_index("wg"), lax.axis_index("program")
         row_tile = lax.rem(program, row_tiles // pair) * pair + (lax.axis_index("pair") if pair > 1 else 0)
@@ -162,7 +167,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         num_tiles = lax.div(vocab_tiles - first_walker + walkers - 1, walkers)
 
         def fetch():
-            mgpu.set_max_registers({2: 40, 3: 24, 4: 24}[wgs], action="decrease")
+            mgpu.set_max_registers(40 if wgs == 2 else 24, action="decrease")
 
             @pl.loop(0, num_tiles)
             def _(turn):
@@ -186,7 +191,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                 mgpu.barrier_wait(emptied.at[lax.rem(step, slots)])
 
         def compute():
-            mgpu.set_max_registers({2: 232, 3: 160, 4: 112}[wgs], action="increase")
+            mgpu.set_max_registers(232 if wgs == 2 else 160, action="increase")
             first_row = row_tile * cta_m + (wg * m if tiles.split_rows else 0)
             my_rows = pl.ds(wg * m, m) if tiles.split_rows else slice(None)
             my_vocab = slice(None) if tiles.split_rows else pl.ds(wg * n, n)
@@ -228,7 +233,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
 
             def multiply_tile(turn, carry):
                 """The raw logits of a tile; meanwhile, the draw from those of the tile before."""
-                drawing = draw_steps(carry[0], turn - 1, carry[1:]) if overlapped else iter(())
+                drawing = draw_steps(carry[0], turn - 1, carry[1:])
 
                 def multiply(accumulator):
                     def issue(j):
@@ -245,13 +250,14 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                         mgpu.wgmma_wait(1)
                         release(j - 1)
 
-                    unrolled = min(steps, n // noise.GROUP + 4 if overlapped else 2)
+                    unrolled = min(steps, pace * (n // noise.GROUP + 4))
                     best: Any = ()
                     for j in range(unrolled):
                         issue(j)
                         if j:
                             complete(j)  # before the drawing: where memory is what is waited for, it must not stand still
-                        best = next(drawing, best)
+                        if j % pace == 0:
+                            best = next(drawing, best)
                     best = last(drawing, best)
 
                     @pl.loop(unrolled, steps)
@@ -271,24 +277,18 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
             nothing = *(vector(v, jnp.float32) for v in floats_of_nothing), vector(race.NO_ID, jnp.int32)
             if wanted == "race":
                 nothing = *nothing, matrix(0.0, noise.GROUP)
-            if overlapped:
-                x, *best = lax.fori_loop(0, num_tiles, multiply_tile, (matrix(-jnp.inf, n), *nothing))
-                best = last(draw_steps(x, num_tiles - 1, best))
-            else:
-                best = lax.fori_loop(0, num_tiles, lambda turn, best: last(draw_steps(multiply_tile(turn, ())[0], turn, best)),
-                                     nothing)
-            for i in range(num_floats):
-                floats[wg, i] = best[i]
-            ids[wg] = best[num_floats]
-            if logits is not None:
-                logits[wg] = best[-1]
-            mgpu.commit_smem()
+            x, *best = lax.fori_loop(0, num_tiles, multiply_tile, (matrix(-jnp.inf, n), *nothing))
+            best = last(draw_steps(x, num_tiles - 1, best))
             piece = walker if tiles.split_rows else 2 * walker + wg
-            for i in range(num_floats):
-                mgpu.copy_smem_to_gmem(floats.at[wg, i, pl.ds(0, kept)], out_gmem[i].at[piece, pl.ds(first_row, kept)])
-            mgpu.copy_smem_to_gmem(ids.at[wg, pl.ds(0, kept)], out_gmem[num_floats].at[piece, pl.ds(first_row, kept)])
-            if logits is not None:
-                mgpu.copy_smem_to_gmem(logits.at[wg, pl.ds(0, kept)], out_gmem[-1].at[piece, pl.ds(first_row, kept)])
+            if tiles.split_rows:
+                for ref, value in zip(out_gmem, best, strict=True):
+                    ref[piece, pl.ds(first_row, m)] = value
+                return
+            for ref, value in zip(results, best, strict=True):
+                ref[wg] = value
+            mgpu.commit_smem()
+            for ref, out in zip(results, out_gmem, strict=True):
+                mgpu.copy_smem_to_gmem(ref.at[wg, pl.ds(0, kept)], out.at[piece, pl.ds(first_row, kept)])
             mgpu.wait_smem_to_gmem(0)
 
         lax.cond(wg == wgs, fetch, compute)

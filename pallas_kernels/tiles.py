@@ -34,7 +34,7 @@ class TritonTiles:
 
 @dataclass(frozen=True)
 class MosaicTiles:
-    """Warpgroups score 64 rows x `vocab` ids (a multiple of 16, at most 128) each, `d_model` coordinates at a time, with
+    """Warpgroups score 64 rows x `vocab` ids (a multiple of 16, at most 144) each, `d_model` coordinates at a time, with
     `steps` fetches in flight.
 
     `split_rows`: they share the ids and split the rows, `warpgroups` times 64; otherwise two share 64 rows and split the ids.
@@ -51,9 +51,9 @@ class MosaicTiles:
     warpgroups: int = 2
 
     def __post_init__(self):
-        most = {2: 128, 3: 96, 4: 128}.get(self.warpgroups, 0)  # what their registers hold
+        most = {2: 144, 3: 96}.get(self.warpgroups, 0)  # what their registers hold
         if self.warpgroups != 2 and not (most and self.split_rows):
-            raise ValueError(f"warpgroups must be 2, or 3 or 4 with split_rows; got {self.warpgroups}.")
+            raise ValueError(f"warpgroups must be 2, or 3 with split_rows; got {self.warpgroups}.")
         if self.vocab not in range(GROUP, most + 1, GROUP):
             raise ValueError(f"vocab must be a multiple of {GROUP} and at most {most}; got {self.vocab}.")
         if self.d_model not in (64, 128, 256) or self.steps < 2:

@@ -113,9 +113,9 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     pair = 1 + tiles.pair_rows  # programs of one cluster
     m, n, k, slots = 64, tiles.vocab, tiles.d_model, tiles.steps
     wgs = tiles.warpgroups  # that multiply; one more fetches
-    # Where products are what is waited for, a step of drawing beside every third holds them up less. (Wider tiles have no
-    # registers for that, and of programs that share the vocabulary's rows it made the time twice as long.)
-    pace = 3 if pair > 1 and n <= 128 else 1
+    # Where products are what is waited for, a step of drawing beside every third holds them up less. (Wider tiles, masses and
+    # programs that share the rows have no registers for that: they spill, and take up to twice as long.)
+    pace = 3 if pair > 1 and n <= 128 and wanted == "race" else 1
     cta_m, cta_n = (wgs * m, n) if tiles.split_rows else (m, wgs * n)
     row_tiles, vocab_tiles, steps = pl.cdiv(num_rows, cta_m * pair) * pair, pl.cdiv(vocab, cta_n), d_model // k
     if row_tiles > num_sms:

@@ -60,12 +60,13 @@ def inputs(head: Head, rows: int) -> tuple[jax.Array, jax.Array]:
             jax.random.split(jax.random.key(2), rows))
 
 
-def step(tokens, h, w, keys):
+def step(tokens, h, w, keys, implementation):
     """One iteration of a loop: hidden states that wait for the tokens before."""
-    return gumbeljax.sample(harness.depend(h, tokens), w, keys)
+    return gumbeljax.sample(harness.depend(h, tokens), w, keys, implementation=implementation)
 
 
-def of_head(head: Head, all_rows: list[int], names: list[str], *, rounds: int) -> Iterator[dict[str, Any]]:
+def of_head(head: Head, all_rows: list[int], names: list[str], implementation: str | None, *,
+            rounds: int) -> Iterator[dict[str, Any]]:
     """Rows of the table, one for each number of rows: all loops are compiled first, in threads."""
     with harness.alone():
         whole = normal_table(jax.random.key(3), head)
@@ -73,23 +74,25 @@ def of_head(head: Head, all_rows: list[int], names: list[str], *, rounds: int) -
         cells = jax.block_until_ready({rows: inputs(head, rows) for rows in all_rows})
     iterations = {rows: timing.calls_per_loop(whole.nbytes, 2 * rows * whole.size) for rows in all_rows}
     with ThreadPoolExecutor(8) as pool:
-        jobs = {(rows, name): pool.submit(harness.compiled_loop, step, jnp.zeros(rows, jnp.int32), h, w, keys,
+        steps = {name: partial(step, implementation=implementation if name in names else None) for name in tables}
+        jobs = {(rows, name): pool.submit(harness.compiled_loop, steps[name], jnp.zeros(rows, jnp.int32), h, w, keys,
                                           iterations=iterations[rows])
                 for rows, (h, keys) in cells.items() for name, w in tables.items()}
-        drawers = {(rows, name, implementation): pool.submit(
-            jax.jit(partial(gumbeljax.sample, implementation=implementation)).lower(h, tables[name], keys).compile)
-            for rows, (h, keys) in cells.items() for name in names for implementation in (None, "xla")}
+        drawers = {(rows, name, route): pool.submit(
+            jax.jit(partial(gumbeljax.sample, implementation=route)).lower(h, tables[name], keys).compile)
+            for rows, (h, keys) in cells.items() for name in names for route in (implementation, "xla")}
         loops, drawers = ({cell: job.result() for cell, job in made.items()} for made in (jobs, drawers))
     for rows, (h, keys) in cells.items():
         with harness.alone():
-            compared = {name: check_tokens(head, rows, DTYPES[name], drawers[rows, name, None], drawers[rows, name, "xla"])
-                        for name in names}
+            compared = {name: check_tokens(head, rows, DTYPES[name], *(drawers[rows, name, route]
+                                                                       for route in (implementation, "xla"))) for name in names}
             timed = {name: harness.timed(loops[rows, name], jnp.zeros(rows, jnp.int32), h, w, keys, iterations=iterations[rows])
                      for name, w in tables.items()}
             samples = timing.take_turns(timed, rounds=rounds)
         yield {
             "head": head._asdict(), "rows": rows, "tokens_compared": compared, "iterations": iterations[rows],
-            "implementation": {name: gumbeljax.choose_implementation(h, w) for name, w in tables.items()},
+            "implementation": {name: gumbeljax.choose_implementation(h, w, implementation if name in names else None)
+                               for name, w in tables.items()},
             "bytes_of_w": {name: sum(x.nbytes for x in jax.tree.leaves(w)) for name, w in tables.items()},
             "seconds": {name: timing.summarize(s)._asdict() for name, s in samples.items()},
             "speedup": {name: timing.ratio(samples[BASE], samples[name])._asdict() for name in names},
@@ -117,6 +120,7 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", choices=[head.name for head in HEADS], default=[head.name for head in GPU_HEADS])
     parser.add_argument("--rows", type=int, nargs="+", default=list(GPU_ROWS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--implementation", choices=("triton", "mosaic"), help="of the 8-bit heads (default: as chosen)")
     parser.add_argument("--rounds", type=int, default=30, help="loops timed for each median (default 30)")
     parser.add_argument("--name", default="quantized", help="results/<name>.json is written (default quantized)")
     arguments = parser.parse_args()
@@ -124,8 +128,8 @@ def main() -> None:
         parser.error("this benchmark is about GPUs, and jax sees none")
     results = []
     for head in (head for head in HEADS if head.name in arguments.heads):
-        for row in track(of_head(head, arguments.rows, arguments.dtypes, rounds=arguments.rounds), total=len(arguments.rows),
-                         description=head.name):
+        cells = of_head(head, arguments.rows, arguments.dtypes, arguments.implementation, rounds=arguments.rounds)
+        for row in track(cells, total=len(arguments.rows), description=head.name):
             results.append(row)
             harness.save(arguments.name, results, claim=__doc__.splitlines()[0], base=BASE)  # a long run may be cut short
     Console(width=120).print(table(results))

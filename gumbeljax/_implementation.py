@@ -94,7 +94,8 @@ def choose(h, w, implementation: str | None, device: DeviceFacts, **call) -> str
     # Filters: Triton's kernels run where they are named, since they have not been timed yet.
     if call.get("filters") or device.platform != "gpu" or device.compute_capability == (0, 0):
         return "xla"
-    if cannot("mosaic") is None:
+    # Tables of 8 bits: Mosaic's kernel runs where it is named, since it has not been timed yet.
+    if cannot("mosaic") is None and w.dtype.itemsize > 1:
         return "mosaic"
     if reason := cannot("triton"):
         warnings.warn(f"{reason}; gumbeljax runs implementation='xla' instead.", stacklevel=2)

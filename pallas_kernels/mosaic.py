@@ -3,7 +3,8 @@
 Persistent and warp-specialised: one warpgroup fetches, two multiply and race. `h` is the M operand (64 rows a warpgroup)
 and `w` the N operand, so a group is 16 neighbouring accumulators of a row and its reduction stays inside a quad of lanes.
 
-bfloat16 and float16 tables whose rows TMA can address; the elementwise options that are constants of the model.
+bfloat16 and float16 tables whose rows TMA can address, or of 8 bits, which the multiplying warpgroups convert first; the
+elementwise options that are constants of the model.
 """
 
 import functools
@@ -26,32 +27,40 @@ NUM_SMS = 132  # multiprocessors of an H100 or H200; another number is right too
 
 def why_not(h, w, options, vocab_axis: int) -> str | None:
     """Why this kernel cannot run a call, or None if it can."""
-    if h.dtype != w.dtype or h.dtype.name not in ("bfloat16", "float16"):
-        return f"it multiplies bfloat16 or float16 by the same, not {h.dtype} by {w.dtype}"
+    if h.dtype.name not in ("bfloat16", "float16") or w.dtype.name not in (h.dtype.name, "int8", "float8_e4m3fn"):
+        return f"it multiplies bfloat16 or float16 by the same or by 8 bits, not {h.dtype} by {w.dtype}"
     if w.shape[vocab_axis] % (8, 64)[vocab_axis] or h.shape[1] % 64:
         return (f"its bulk copies need a vocabulary that is a multiple of {(8, 64)[vocab_axis]} and d_model of 64, "
                 f"not w {list(w.shape)}")
-    if options.dense():
+    if options._replace(weight_scale=None).dense():
         return "it takes neither logit_bias nor mask nor processors"
     if options.valid is not None:
         return "it takes no shard of a padded vocabulary"
     return None
 
 
-def most_steps(split_rows: bool, vocab: int, d_model: int, warpgroups: int = 2) -> int:
+def buffers(split_rows: bool) -> int:
+    """How many converted tiles of 8 bits: while one is filled, products may read another, and of warpgroups that share their
+    tiles one may be a step behind."""
+    return 3 if split_rows else 2
+
+
+def most_steps(split_rows: bool, vocab: int, d_model: int, warpgroups: int = 2, itemsize: int = 2) -> int:
     """How many fetches fit into the shared memory of a multiprocessor, beside the results of few rows."""
     rows, ids, memory = (64 * warpgroups, vocab, 226 * 1024) if split_rows else (64, 2 * vocab, 211 * 1024)
-    return memory // (2 * (rows + ids) * d_model)
+    if itemsize == 1:
+        memory -= 2 * buffers(split_rows) * ids * d_model
+    return memory // ((2 * rows + itemsize * ids) * d_model)
 
 
-def choose_steps(split_rows: bool, vocab: int, d_model: int, warpgroups: int = 2) -> int:
+def choose_steps(split_rows: bool, vocab: int, d_model: int, warpgroups: int = 2, itemsize: int = 2) -> int:
     """As many as fit, up to 10, and no power of two: where the slots of a tile are the same in every turn, the compiler keeps
     the addresses of all of them, and registers spill."""
-    steps = min(10, most_steps(split_rows, vocab, d_model, warpgroups))
+    steps = min(10, most_steps(split_rows, vocab, d_model, warpgroups, itemsize))
     return steps - 1 if steps in (4, 8) else steps
 
 
-def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = NUM_SMS) -> MosaicTiles:
+def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = NUM_SMS, itemsize: int = 2) -> MosaicTiles:
     """Tiles for an H200, where few rows were fastest with the first of these widths and many rows too.
 
     A program takes every n-th tile of the vocabulary, so it is the last turn, in which some programs have no tile, that decides
@@ -62,10 +71,12 @@ def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = 
     """
     split_rows = num_rows > 64
     # Of 129 to 192 rows two tiles of 128 would multiply 256.
-    warpgroups = 3 if 128 < num_rows <= 192 else 2
+    warpgroups = 3 if 128 < num_rows <= 192 and itemsize > 1 else 2
     row_tiles = pl.cdiv(num_rows, 64 * warpgroups) if split_rows else 1
     pair_rows = split_rows and row_tiles % 2 == 0
-    if vocab_axis == 1:  # copied in boxes of 64 ids
+    if itemsize == 1:  # each warpgroup converts 64 ids
+        widths = (128,) if split_rows else (64,)
+    elif vocab_axis == 1:  # copied in boxes of 64 ids
         widths = (128, 64) if split_rows and warpgroups == 2 else (64,)
     elif pair_rows:
         widths = (128, 144)
@@ -81,7 +92,7 @@ def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = 
 
     least = min(map(cost, widths))
     width = next(width for width in widths if cost(width) <= (1.0 if pair_rows else 1.04) * least)
-    steps = choose_steps(split_rows, width, 64, warpgroups)
+    steps = choose_steps(split_rows, width, 64, warpgroups, itemsize)
     return MosaicTiles(split_rows, width, 64, steps, pair_rows, split_rows and not pair_rows, warpgroups)
 
 
@@ -105,17 +116,20 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     if reason := why_not(h, w, options, vocab_axis):
         raise NotImplementedError(f"implementation='mosaic' cannot run this call: {reason}; leave implementation out.")
     num_rows, d_model = h.shape
-    tiles = tiles or choose_tiles(num_rows, vocab, vocab_axis, num_sms)
+    tiles = tiles or choose_tiles(num_rows, vocab, vocab_axis, num_sms, w.dtype.itemsize)
     if d_model % tiles.d_model:
         raise ValueError(f"tiles.d_model must divide d_model, {d_model}; got {tiles.d_model}: choose tiles for this head.")
+    if w.dtype.itemsize == 1 and tiles.vocab % (least := 128 if tiles.split_rows else 64):
+        raise ValueError(f"tiles.vocab must be a multiple of {least} for w of 8 bits; got {tiles.vocab}: choose others.")
     if vocab_axis == 1 and tiles.vocab % 64:
         raise ValueError(f"tiles.vocab must be a multiple of 64 for w [d_model, vocab]; got {tiles.vocab}: choose others.")
     pair = 1 + tiles.pair_rows  # programs of one cluster
+    quantized = w.dtype.itemsize == 1
     m, n, k, slots = 64, tiles.vocab, tiles.d_model, tiles.steps
     wgs = tiles.warpgroups  # that multiply; one more fetches
-    # Where products are what is waited for, a step of drawing beside every third holds them up less. (Wider tiles, masses and
-    # programs that share the rows have no registers for that: they spill, and take up to twice as long.)
-    pace = 3 if pair > 1 and n <= 128 and wanted == "race" else 1
+    # Where products are what is waited for, a step of drawing beside every third holds them up less. (Wider tiles, 8 bits,
+    # masses and programs that share the rows have no registers for that: they spill, and take up to twice as long.)
+    pace = 3 if pair > 1 and n <= 128 and wanted == "race" and not quantized else 1
     cta_m, cta_n = (wgs * m, n) if tiles.split_rows else (m, wgs * n)
     row_tiles, vocab_tiles, steps = pl.cdiv(num_rows, cta_m * pair) * pair, pl.cdiv(vocab, cta_n), d_model // k
     if row_tiles > num_sms:
@@ -138,15 +152,21 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     vectors = triton_merge.pack(t, keys if wanted == "race" else ())
     num_floats = 2 if wanted == "mass" else 4 + with_model
 
-    def buffer(shape):
-        swizzle = mgpu.find_swizzle(shape[1] * jnp.dtype(h.dtype).itemsize * 8)
-        transforms = mgpu.TilingTransform((8, swizzle // jnp.dtype(h.dtype).itemsize)), mgpu.SwizzleTransform(swizzle)
-        return mgpu.SMEM((slots, *shape), h.dtype, transforms=transforms)
+    def buffer(shape, dtype=h.dtype, slots=slots):
+        swizzle = mgpu.find_swizzle(shape[1] * jnp.dtype(dtype).itemsize * 8)
+        transforms = mgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), mgpu.SwizzleTransform(swizzle)
+        return mgpu.SMEM((slots, *shape), dtype, transforms=transforms)
 
     barrier = functools.partial(mgpu.ClusterBarrier, collective_axes=tuple(cluster)) if cluster else mgpu.Barrier
-    scratch = {"h_smem": buffer((cta_m, k)), "w_smem": buffer((cta_n, k) if vocab_axis == 0 else (k, cta_n)),
+    scratch = {"h_smem": buffer((cta_m, k)), "w_smem": buffer((cta_n, k) if vocab_axis == 0 else (k, cta_n), w.dtype),
                "filled": mgpu.Barrier(num_arrivals=2, num_barriers=slots),
                "emptied": barrier(num_arrivals=wgs, num_barriers=slots)}
+    scales = []
+    if quantized:
+        scratch["converted"] = buffer((cta_n, k), slots=buffers(tiles.split_rows))
+        if tiles.split_rows:
+            scratch["all_converted"] = mgpu.Barrier(num_arrivals=wgs, num_barriers=buffers(True))
+        scales = [jnp.pad(options.weight_scale, (0, (vocab_tiles + twins - 1) * cta_n - vocab))]
     out_type = [jax.ShapeDtypeStruct((walkers if tiles.split_rows else 2 * walkers, rows), dtype)
                 for dtype in (jnp.float32,) * num_floats + (jnp.int32,)]
     if wanted == "race":
@@ -157,7 +177,9 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         turns = pl.cdiv(vocab_tiles, walkers)
         out_type += [jax.ShapeDtypeStruct((turns * walkers * cta_n // n, row_tiles * cta_m), jnp.float32)] * 2
 
-    def kernel(h_gmem, w_gmem, vectors_gmem, *out_gmem, h_smem, w_smem, filled, emptied, results=()):
+    def kernel(h_gmem, w_gmem, vectors_gmem, *out_gmem, h_smem, w_smem, filled, emptied, results=(), converted=None,
+               all_converted=None):
+        scale_gmem, *out_gmem = out_gmem if quantized else (None, *out_gmem)
         out_gmem, scores_gmem = (out_gmem[:-2], out_gmem[-2:]) if with_scores else (out_gmem, ())
         wg, program = lax.axis_index("wg"), lax.axis_index("program")
         row_tile = lax.rem(program, row_tiles // pair) * pair + (lax.axis_index("pair") if pair > 1 else 0)
@@ -203,16 +225,41 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                 for ref, value in zip(scores_gmem, scores, strict=True):
                     ref[place, pl.ds(first_row, m)] = value
 
+            def load_scales(first):
+                """The scales of a group, or None."""
+                if not quantized:
+                    return None
+                layout = mgpu.Layout.WGMMA.reduce(0)
+                loaded = mgpu.load(scale_gmem.at[pl.ds(first, noise.GROUP)], layout=layout, optimized=False)
+                return mgpu.layout_cast(loaded, layout)
+
+            def convert(slot, buffer):
+                """Puts the 16-bit numbers of a fetched tile of 8 bits where products can read them."""
+                mine = pl.ds(wg * (cta_n // wgs), cta_n // wgs)
+                x = mgpu.load(w_smem.at[slot, mine], layout=mgpu.Layout.WGMMA_UPCAST_2X)
+                if w.dtype.name == "float8_e4m3fn":
+                    x = x.astype(jnp.float16)
+                    x = x if h.dtype == jnp.float16 else x.astype(jnp.float32)
+                converted[buffer, mine] = x.astype(h.dtype)
+                mgpu.commit_smem()
+                if tiles.split_rows:
+                    mgpu.barrier_arrive(all_converted.at[buffer])
+                    mgpu.barrier_wait(all_converted.at[buffer])
+
             def draw_steps(x, turn, best):
                 """The steps of drawing from the raw logits x `[m, n]` of a tile."""
                 first_id = (walker + turn * walkers) * cta_n + (0 if tiles.split_rows else wg * n)
+                scales = [load_scales(jnp.maximum(first_id, 0) + g * noise.GROUP) for g in range(n // noise.GROUP)]
 
                 def group(g):
-                    part = model_logits(x[:, g * noise.GROUP:(g + 1) * noise.GROUP], options.scale, options.soft_cap)
+                    part = x[:, g * noise.GROUP:(g + 1) * noise.GROUP]
+                    scale = None if scales[g] is None else lax.broadcast_in_dim(scales[g], part.shape, (1,))
+                    part = model_logits(part, options.scale, options.soft_cap, scale)
                     ids = first_id + g * noise.GROUP + columns(part.shape)
                     if vocab % cta_n:
                         part = jnp.where(ids < vocab, part, -jnp.inf)
-                    if options.scale is not None or options.soft_cap is not None:  # the tile before the first is empty still
+                    if quantized or options.scale is not None or options.soft_cap is not None:
+                        # The tile before the first is empty still.
                         part = jnp.where(ids >= 0, part, -jnp.inf)
                     return part
 
@@ -240,6 +287,10 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                         slot = lax.rem(turn * steps + j, slots)
                         mgpu.barrier_wait(filled.at[slot])
                         table = w_smem.at[slot]
+                        if quantized:
+                            place = lax.rem(turn * steps + j, buffers(tiles.split_rows))
+                            convert(slot, place)
+                            table = converted.at[place]
                         table = table.at[my_vocab].transpose((1, 0)) if vocab_axis == 0 else table.at[:, my_vocab]
                         mgpu.wgmma(accumulator, h_smem.at[slot].at[my_rows], table)
 
@@ -301,7 +352,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         compiler_params=mgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Warpgroup,
                                             approx_math=options.soft_cap is None))
     with jax.enable_x64(False):  # indices are 32-bit numbers, in 64-bit mode too
-        return run(h, w, vectors)
+        return run(h, w, vectors, *scales)
 
 
 def piece(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, sample=0, vocab_axis=0, precision=None,

@@ -13,6 +13,7 @@ from pallas_kernels.logits import Elementwise, canonical_temperature
 from pallas_kernels.tiles import MosaicTiles
 from tests import heads, oracles
 from tests.speculative.test_search import check_scores
+from tests.test_quantized import exact_quantized
 
 mgpu, plt = _compat.pallas_mosaic(), _compat.pallas_triton()
 
@@ -65,6 +66,30 @@ def test_interpreted_mosaic_kernel_equals_the_oracle(vocab_axis, rows, num_sms, 
     want = np.exp((laws.processed - best[:, None]) / warm[:, None]).sum(-1)
     np.testing.assert_allclose(np.asarray(mass.top), best, atol=1e-5)
     np.testing.assert_allclose(np.asarray(mass.total)[t > 0], want[t > 0], rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype, h_dtype, rows, num_sms, tiles", [
+    (jnp.int8, jnp.bfloat16, 5, 2, MosaicTiles(False, 64, 64, 3)),
+    (jnp.int8, jnp.float16, 130, 3, MosaicTiles(True, 128, 64, 2)),
+    (jnp.float8_e4m3fn, jnp.bfloat16, 200, 4, MosaicTiles(True, 128, 128, 2, True)),
+    (jnp.float8_e4m3fn, jnp.float16, 9, 2, None),
+    (jnp.float8_e4m3fn, jnp.bfloat16, 70, 3, MosaicTiles(True, 128, 64, 2, pair_vocab=True))])
+def test_interpreted_mosaic_kernel_of_8_bits_equals_the_oracle(dtype, h_dtype, rows, num_sms, tiles):
+    # 509 tokens and padding; of 70 rows, twins of which the second finds nothing in its last turn.
+    vocab, width = (384, 384) if rows == 70 else (509, 576)
+    h, head, logits = exact_quantized(width, 128, rows, dtype, h_dtype)
+    _, words = heads.keys_of(9, rows)
+    arrays = tuple(jnp.asarray(words.T))
+    t = np.random.default_rng(0).choice([0.0, 0.5, 1.0, 2.0], rows)
+    options, table = Elementwise(weight_scale=head.scale[:vocab]), {"vocab": vocab, "tiles": tiles, "num_sms": num_sms}
+    out = mosaic_piece(h, head.qvalue, arrays, canonical_temperature(t), options, **table).draw
+    logits = logits[:, :vocab]
+    heads.assert_pathwise(out.token, logits, words, t)
+    at_token = oracles.log_softmax(logits)[np.arange(rows), out.token]
+    np.testing.assert_allclose(out.model_log_prob, at_token, atol=2e-5)
+    top, total, argmax = mosaic_stage1(h, head.qvalue, arrays, canonical_temperature(t), options, wanted="mass", **table)
+    mass = race.merge_masses(race.Mass(top, argmax, total), canonical_temperature(t))
+    np.testing.assert_array_equal(mass.argmax, logits.argmax(-1))
 
 
 @pytest.mark.parametrize("rows, num_sms, tiles", [

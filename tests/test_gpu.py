@@ -16,6 +16,7 @@ from pallas_kernels import kept, mosaic, noise, triton, triton_filtered, xla
 from pallas_kernels.logits import Elementwise
 from pallas_kernels.tiles import MosaicTiles, TritonTiles, XlaTiles
 from tests import filter_oracle, heads, knobs, oracles, statistics
+from tests.test_quantized import exact_quantized
 
 pytestmark = pytest.mark.gpu
 IMPLEMENTATIONS = ("xla", "triton", "mosaic")
@@ -90,6 +91,18 @@ def test_tiles_change_no_token(vocab, d_model, dtype):
                 MosaicTiles: functools.partial(mosaic.draw, mgpu=mgpu, plt=plt)}[type(tile)]
         got = jax.jit(functools.partial(draw, vocab=vocab, precision=precision, tiles=tile))(h, w, words, t).token
         assert np.sum(np.asarray(got) != want) == 0, tile
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "float8"])
+def test_tables_of_8_bits_on_exact_inputs(dtype):
+    h, head, logits = exact_quantized(32_064, 1_024, max(ROWS), dtype, jnp.bfloat16)
+    keys, words = heads.keys_of(1, max(ROWS))
+    names = runnable(h, head)
+    assert ("mosaic" in names) == (jax.devices()[0].compute_capability == "9.0")
+    for rows in ROWS:
+        for name in names:
+            got = gumbeljax.sample(h[:rows], head, keys[:rows], implementation=name)
+            heads.assert_pathwise(got, logits[:rows], words[:rows])
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)

@@ -204,6 +204,22 @@ def shard_times() -> str:
     return markdown(["head", "rows", "shards", "runs", *names, "floor", "(shard - 6 us) / floor"], lines) + f"\n\n{source}"
 
 
+def quantized_times() -> str:
+    """Microseconds of heads of 8 bits and how many times as fast they are; bold where that is under its bar."""
+    rows, source = measured("quantized", "quantized-*")
+    if not rows:
+        return NOTHING
+    names = list(rows[0]["speedup"])
+    lines = []
+    for head, row in zip(first_of_each(head_name(row["head"]) for row in rows), rows, strict=True):
+        bar = 1.75 if row["rows"] <= 32 else 1.0
+        speedups = [row["speedup"][name]["median"] for name in names]
+        lines.append([head, str(row["rows"]), row["implementation"][names[0]], *(microseconds(row, name) for name in row["seconds"]),
+                      *(f"{x:.2f}" if x >= bar else f"**{x:.2f}**" for x in speedups)])
+    columns = ["head", "rows", "runs", *rows[0]["seconds"], *(f"bfloat16 / {name}" for name in names)]
+    return markdown(columns, lines) + f"\n\n{source}"
+
+
 def sharded_rows() -> Measured:
     return measured("sharded", "sharded-*", key=lambda row: (row["devices"],))
 
@@ -290,6 +306,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu-times": cpu_times, "cpu-ratios": cpu_ratios, "gpu-ratios": gpu_ratios, "gpu-times": gpu_times,
     "torch-times": torch_times, "log-prob-times": log_prob_times, "decode-times": decode_times,
     "shard-times": shard_times, "sharded-times": sharded_times, "verify-times": verify_times, "filter-times": filter_times,
+    "quantized-times": quantized_times,
 }
 
 

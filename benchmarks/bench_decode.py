@@ -249,8 +249,6 @@ def main() -> None:
         read_rate = bench_gpu.best_read_rate(bench_gpu.random_head(QWEN3_1_7B), rounds=10)
     for shape in arguments.shapes:
         model = random_model(shape, "bfloat16", 0)
-        for layer in model.layers:
-            layer.self_attn.implementation = None  # kernels of our own
         for rows in arguments.rows or CELLS[shape]:
             begin = time.perf_counter()
             with harness.alone():

@@ -50,8 +50,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: LlamaConfig, dtype, *, window: int | None = None, rngs: nnx.Rngs):
         self.head_dim, self.window = config.head_dim, window
-        # None: kernels of our own on an NVIDIA GPU. They have not been timed, and XLA cannot cut them over auto axes of a mesh.
-        self.implementation: str | None = "xla"
+        # None: kernels of our own on an NVIDIA GPU. XLA cannot cut those over auto axes of a mesh: there, say "xla".
+        self.implementation: str | None = None
         d_q, d_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = _linear(config.d_model, d_q, dtype, rngs, config.has_qkv_bias)
         self.k_proj = _linear(config.d_model, d_kv, dtype, rngs, config.has_qkv_bias)

@@ -265,8 +265,8 @@ def main() -> None:
         if profile := row.get("profile"):
             kinds = ", ".join(f"{kind} {us:.0f}" for kind, us in profile["us_by_kind"].items())
             cell = f"{row['head']['name']}, {row['rows']} rows, {row['sampling']}"
-            console.print(f"{cell}: {profile['busy_us_per_step']:.0f} us of kernels a step ({profile['us_per_step']:.0f} under the profiler); "
-                          f"{kinds}")
+            console.print(f"{cell}: kernels run for {profile['busy_us_per_step']:.0f} us a step (which takes "
+                          f"{profile['us_per_step']:.0f} us under the profiler); {kinds}")
             for kernel in profile["kernels"]:
                 console.print(f"  {kernel['us_per_step']:8.1f} us {kernel['per_step']:6.1f} x  {kernel['name']}")
 

@@ -38,7 +38,8 @@ from gumbeljax.nnx import as_decode_fn
 PROMPT, FEW, MANY = 128, 8, 128
 OURS, XLA = "gumbeljax", "XLA idiom"
 HEADS = {"qwen3-1.7b": QWEN3_1_7B, "smollm2-135m": SMOLLM2_135M, "tiny": Head("tiny", 1024, 64)}
-SAMPLINGS: dict[str, dict[str, Any]] = {"T=1": {"temperature": 1.0}, "top_k=50 top_p=0.95": {"top_k": 50, "top_p": 0.95}}
+FILTERED = "top_k=50 top_p=0.95"
+SAMPLINGS: dict[str, dict[str, Any]] = {"T=1": {"temperature": 1.0}, FILTERED: {"top_k": 50, "top_p": 0.95}}
 CELLS = {"qwen3-1.7b": (1, 64, 256), "smollm2-135m": (1, 64)}
 
 
@@ -50,7 +51,7 @@ def categorical(h, w, keys, *, temperature):
 def top_k_idiom(h, w, keys, *, top_k, top_p):
     """`lax.top_k`, the nucleus among its values, and a draw from them. `lax.top_k` takes a fixed k."""
     del top_k
-    logits, ids = lax.top_k(jnp.matmul(h, w.T, preferred_element_type=jnp.float32), SAMPLINGS["top_k=50 top_p=0.95"]["top_k"])
+    logits, ids = lax.top_k(jnp.matmul(h, w.T, preferred_element_type=jnp.float32), SAMPLINGS[FILTERED]["top_k"])
     probs = jax.nn.softmax(logits, axis=-1)
     kept = jnp.cumsum(probs, axis=-1) - probs < top_p
     drawn = jax.vmap(jax.random.categorical)(keys, jnp.where(kept, logits, -jnp.inf))
@@ -58,8 +59,8 @@ def top_k_idiom(h, w, keys, *, top_k, top_p):
 
 
 SAMPLERS: dict[tuple[str, str], Callable] = {
-    (OURS, "T=1"): gumbeljax.sample, (OURS, "top_k=50 top_p=0.95"): gumbeljax.sample,
-    (XLA, "T=1"): categorical, (XLA, "top_k=50 top_p=0.95"): top_k_idiom,
+    (OURS, "T=1"): gumbeljax.sample, (OURS, FILTERED): gumbeljax.sample,
+    (XLA, "T=1"): categorical, (XLA, FILTERED): top_k_idiom,
 }
 
 
@@ -101,6 +102,15 @@ def check_attention(model, setup: Setup) -> float:
     if not difference < 0.05:
         raise SystemExit(f"hidden states differ by {difference:.3f} between the attention kernel and XLA: nothing was timed")
     return difference
+
+
+def check_filters(setup: Setup, implementation: str) -> None:
+    """The kernels for filters draw what XLA draws."""
+    keys = jax.random.split(setup.key, setup.state.h.shape[0])
+    draw = jax.jit(functools.partial(gumbeljax.sample, **SAMPLINGS[FILTERED]), static_argnames="implementation")
+    ours, plain = (draw(setup.state.h, setup.w, keys, implementation=name) for name in (implementation, "xla"))
+    if not np.array_equal(ours, plain):
+        raise SystemExit(f"{implementation} draws {ours.tolist()} under filters, XLA {plain.tolist()}: nothing was timed")
 
 
 def seconds_of(setup: Setup, new_tokens: int, sample_fn, sampling, chunk_size: int) -> float:
@@ -194,6 +204,8 @@ def measure(shape: str, model, rows: int, samplings: list[str], contenders: list
     """One row of the table for each way of sampling."""
     setup = start(model, rows, page_size=page_size)
     difference = check_attention(model, setup)
+    if FILTERED in samplings and (name := getattr(SAMPLERS[OURS, FILTERED], "keywords", {}).get("implementation")):
+        check_filters(setup, name)
     read = bytes_per_step(model, setup.params, rows)
     calls = {(name, sampling): functools.partial(per_token, setup, SAMPLERS[name, sampling], SAMPLINGS[sampling], chunk_size)
              for sampling in samplings for name in contenders}
@@ -236,6 +248,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", help="default: 1, 64 and, for the larger model, 256")
     parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS, default=list(SAMPLINGS))
     parser.add_argument("--contenders", nargs="+", choices=(OURS, XLA), default=[OURS, XLA], help="gumbeljax always takes part")
+    parser.add_argument("--filters", choices=("xla", "triton"),
+                        help="gumbeljax's implementation under filters (default: its own choice)")
     parser.add_argument("--chunk-size", type=int, default=FEW,
                         help="steps between two looks of the host (default 8; any other size compiles a second loop)")
     parser.add_argument("--page-size", type=int, default=16)
@@ -246,6 +260,8 @@ def main() -> None:
     if jax.default_backend() != "gpu":
         parser.error("this benchmark is about GPUs, and jax sees none; gumbeljax bench times any device")
     contenders = list(dict.fromkeys([OURS, *arguments.contenders]))
+    if arguments.filters:
+        SAMPLERS[OURS, FILTERED] = functools.partial(gumbeljax.sample, implementation=arguments.filters)
     results: list[dict[str, Any]] = []
     with harness.alone():
         read_rate = bench_gpu.best_read_rate(bench_gpu.random_head(QWEN3_1_7B), rounds=10)

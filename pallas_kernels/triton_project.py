@@ -23,7 +23,7 @@ HEIGHT = 16  # rows of a product of tensor cores
 class ProjectTiles(NamedTuple):
     """Tunables, powers of two. columns: of a program's result (gated: of each of its two products); d_in: of a step."""
 
-    columns: int = 32
+    columns: int = 16
     d_in: int = 128
     num_warps: int = 4
     num_stages: int = 4
@@ -36,7 +36,7 @@ def kernel(
 ):
     """What one program does: some columns of one product, or of both of a gate."""
     refs = list(refs)
-    scale_ref = refs.pop(0) if has_norm else None
+    scale_refs = [refs.pop(0) for _ in range(has_norm)]
     w_refs, (*residual_refs, out_ref) = refs[:num_weights], refs[num_weights:]
     num_rows, d_in = x_ref.shape
     row = lax.broadcasted_iota(jnp.int32, (HEIGHT,), 0)
@@ -56,7 +56,7 @@ def kernel(
             at = i * tiles.d_in + lax.broadcasted_iota(jnp.int32, (tiles.d_in,), 0)
             is_x = jnp.broadcast_to(is_row[:, None], (HEIGHT, tiles.d_in))
             x = plt.load(x_ref.at[row[:, None], at[None, :]], mask=is_x, other=0)
-            if has_norm:
+            for scale_ref in scale_refs:
                 scale = plt.load(scale_ref.at[at]).astype(jnp.float32)
                 x = (x.astype(jnp.float32) * inverse[:, None] * scale[None, :]).astype(x.dtype)
             return tuple(out + plt.dot(x, plt.load(ref.at[at[:, None], column[None, :]]))
@@ -92,10 +92,12 @@ def kernel(
         first += size
 
 
-def default_tiles(d_in: int, columns: Sequence[int]) -> ProjectTiles:
-    """At least a program for each of about 132 multiprocessors, or as many as there are columns for."""
-    width = 32 if sum(columns) >= 32 * 256 and all(size % 32 == 0 for size in columns) else 16
-    return ProjectTiles(columns=width, d_in=next(size for size in (256, 128, 64, 32, 16, 1) if d_in % size == 0))
+def default_tiles(d_in: int, columns: Sequence[int], is_gated: bool = False) -> ProjectTiles:
+    """Narrow ones: a product has few columns for about 132 multiprocessors, which take all programs at once. Where each gets
+    but one, more of the weights are under way to it."""
+    programs = sum(columns) // (32 if is_gated else 16)
+    width = next(size for size in (256, 128, 64, 32, 16, 1) if d_in % size == 0 and size <= (128 if is_gated else 256))
+    return ProjectTiles(columns=16, d_in=width, num_stages=4 if programs >= 200 else 6)
 
 
 def why_not(x, weights: Sequence[jax.Array], tiles: ProjectTiles | None = None) -> str | None:
@@ -127,7 +129,7 @@ def project(x, weights, scale=None, residual=None, *, eps=0.0, is_gated=False, p
       `[rows, sum of columns]`, or `[rows, columns]` where gated, of x's dtype, rounded where separate operations would round.
     """
     num_columns = weights[0].shape[1] if is_gated else sum(w.shape[1] for w in weights)
-    tiles = tiles or default_tiles(x.shape[1], [w.shape[1] for w in weights])
+    tiles = tiles or default_tiles(x.shape[1], [w.shape[1] for w in weights], is_gated)
     arguments = [x, *([] if scale is None else [scale]), *weights, *([] if residual is None else [residual])]
     body = functools.partial(
         kernel, plt=plt, has_norm=scale is not None, num_weights=len(weights), is_gated=is_gated,

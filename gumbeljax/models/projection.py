@@ -30,8 +30,8 @@ def _by_triton(eps: float, is_gated: bool, x, weights, scale, residual) -> jax.A
     return out.reshape(*x.shape[:-1], -1)
 
 
-def _forward(eps, is_gated, *arguments):
-    return _by_triton(eps, is_gated, *arguments), arguments
+def _forward(eps, is_gated, x, weights, scale, residual):
+    return _by_triton(eps, is_gated, x, weights, scale, residual), (x, weights, scale, residual)
 
 
 def _backward(eps, is_gated, arguments, cotangent):
@@ -43,9 +43,9 @@ _by_triton.defvjp(_forward, _backward)
 
 def is_fused(x: jax.Array, linears: Sequence[nnx.Module], implementation: str | None) -> bool:
     """Whether `project` can run these layers for the tokens of `x [batch, seq, d_model]`: few rows on an NVIDIA GPU."""
-    if not all(type(linear) is nnx.Linear and linear.bias is None for linear in linears):
+    weights = [linear.kernel[...] for linear in linears if type(linear) is nnx.Linear and linear.bias is None]
+    if len(weights) < len(linears):
         return False
-    weights = [linear.kernel[...] for linear in linears]
     rows = jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], weights[0].shape[0]), x.dtype)
     return can_run_kernels(implementation, x, *weights) and triton_project.why_not(rows, weights) is None
 

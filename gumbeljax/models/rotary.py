@@ -56,15 +56,16 @@ def _by_triton(eps, qkv, rope: Rope, scales, keys, values, slots: Slots):
     return q.reshape(*qkv.shape[:2], *q.shape[1:]), keys, values
 
 
-def _forward(eps, *arguments):
-    return _by_triton(eps, *arguments), arguments
+def _forward(eps, qkv, rope, scales, keys, values, slots):
+    return _by_triton(eps, qkv, rope, scales, keys, values, slots), (qkv, rope, scales, keys, values, slots)
 
 
 def _backward(eps, arguments, cotangents):
     *floats, slots = arguments
 
     def plain(qkv, rope, scales, keys, values):
-        return _by_xla(eps, *_split(qkv, keys), rope, scales, keys, values, slots)
+        q, k, v = _split(qkv, keys)
+        return _by_xla(eps, q, k, v, rope, scales, keys, values, slots)
 
     return *jax.vjp(plain, *floats)[1](cotangents), None
 

@@ -3,7 +3,7 @@
 Prompts of 128 tokens; a token takes (t(128 new) - t(8 new)) / 120 of the host's clock, so that prompts and fixed costs are out.
 The same loop is timed with `gumbeljax.sample` and with what JAX users write: `jax.random.categorical`, or `lax.top_k` with a
 nucleus inside. The roofline is the bytes that a step has to read (weights once, the cache at its mean length) over the best
-rate at which a reduction read the head in this run. Before anything is timed, a step by the kernel for attention over pages is
+rate at which a reduction read the head in this run. Before anything is timed, a step by the kernels of our own is
 compared with the step by XLA's. A profile of one chunk says which kernels run, and whether anything is copied to the host
 between the first and the last of a step's own. The GPU idles for what these kernels leave of the time per token, which is taken
 without a profiler: under one XLA launches every kernel by itself, and no graph of them.
@@ -87,7 +87,7 @@ copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 def check_attention(model, setup: Setup) -> float:
-    """Largest difference between hidden states of one step by the kernel and by XLA, over their largest element."""
+    """Largest difference between hidden states of one step by our kernels and by XLA, over their largest element."""
     by_xla = nnx.merge(*nnx.split(model))
     for layer in by_xla.layers:
         layer.self_attn.implementation = "xla"
@@ -99,8 +99,8 @@ def check_attention(model, setup: Setup) -> float:
 
     ours, plain = (step(decode_fn, setup.params, setup.state) for decode_fn in (setup.decode_fn, as_decode_fn(by_xla)[0]))
     difference = float(jnp.max(jnp.abs(ours - plain)) / jnp.max(jnp.abs(plain)))
-    if not difference < 0.05:
-        raise SystemExit(f"hidden states differ by {difference:.3f} between the attention kernel and XLA: nothing was timed")
+    if not difference < 0.1:  # 28 layers of bfloat16 alone are off by 0.02; a wrong kernel, by 1
+        raise SystemExit(f"hidden states differ by {difference:.3f} between our kernels and XLA: nothing was timed")
     return difference
 
 

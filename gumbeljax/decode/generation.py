@@ -14,7 +14,7 @@ from gumbeljax._typing import ArrayLike, Key
 from gumbeljax.decode.prefilling import prefill
 from gumbeljax.decode.requests import known_vocab, whole_numbers
 from gumbeljax.decode.state import DecodeState, Generation, drawn_tokens, filler, request_keys
-from gumbeljax.decode.steps import Rules, run_chunk, steps_per_chunk
+from gumbeljax.decode.steps import Rules, flattened, run_chunk, steps_per_chunk
 from gumbeljax.decode.stops import find_stop, stop_strings
 from gumbeljax.sampling import sample
 
@@ -115,8 +115,8 @@ def resume(
     stops = _Stops(state, stop, text_fn) if stop and text_fn is not None else None
     num_steps = steps_per_chunk(most, chunk_size)
     step = partial(
-        run_chunk, decode_fn, params, w, keys=keys, rules=rules, sampling=sampling, num_steps=num_steps, pad_token=pad_token,
-        sample_fn=sample_fn, options_fn=options_fn, frees_pages=True,
+        run_chunk, *flattened(decode_fn, params), w, keys=keys, rules=rules, sampling=sampling, num_steps=num_steps,
+        pad_token=pad_token, sample_fn=sample_fn, options_fn=options_fn, frees_pages=True,
     )  # fmt: skip
     # Where nothing but its length ends a row, the next chunk runs while the host looks at this one. A row without a law may
     # end all rows: then that chunk rests.

@@ -218,6 +218,10 @@ def test_equal_modules_share_one_trace(llama):
     again, _ = models.as_decode_fn(model)
     assert again == decode_fn
     assert hash(again) == hash(decode_fn)
+    run(llama, PROMPTS[:1], KEY, num_tokens=3)
+    count = steps.run_chunk._cache_size()
+    run((model, again, *llama[2:]), PROMPTS[1:2], KEY, num_tokens=3)
+    assert steps.run_chunk._cache_size() == count
 
 
 def test_a_row_without_a_law_ends_with_the_marker():

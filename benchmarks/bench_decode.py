@@ -156,8 +156,8 @@ def device_events(folder: Path) -> list[Event]:
 
 
 KINDS = {"copy to the host": r"memcpyd2h|dtoh", "other copies": r"memcpy|memset",
-         "matrix products": r"gemm|nvjet|cutlass|cublas|splitk|gemv",
-         "attention": r"gumbeljax_attention", "head and sampling": r"gumbeljax_|mosaic|top_?k|sort|threefry"}
+         "matrix products": r"gemm|nvjet|cutlass|cublas|splitk|gemv|gumbeljax_project",
+         "attention": r"gumbeljax_(attention|rotate)", "head and sampling": r"gumbeljax_|mosaic|top_?k|sort|threefry"}
 
 
 def kind_of(name: str) -> str:
@@ -179,7 +179,7 @@ def breakdown(events: Iterable[Event], steps: int) -> dict[str, Any]:
     names: dict[str, list[float]] = {}
     for event in inside:
         kinds[kind_of(event.name)] = kinds.get(kind_of(event.name), 0.0) + event.duration / steps
-        names.setdefault(re.sub(r"[_.]\d+$", "", event.name)[:60], []).append(event.duration)
+        names.setdefault(re.sub(r"[_.]+\d+$", "", event.name)[:60], []).append(event.duration)
     top = sorted(names.items(), key=lambda item: -sum(item[1]))[:12]
     return {
         "us_per_step": (last - first) / steps, "busy_us_per_step": busy / steps, "kernels_per_step": len(inside) / steps,

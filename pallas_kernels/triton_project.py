@@ -136,5 +136,5 @@ def project(x, weights, scale=None, residual=None, *, eps=0.0, is_gated=False, p
         has_residual=residual is not None, eps=eps, tiles=tiles)
     return pl.pallas_call(
         body, grid=(num_columns // tiles.columns,), out_shape=like(arguments, (x.shape[0], num_columns), x.dtype),
-        interpret=interpret, name="gumbeljax_project",
+        interpret=interpret, name="gumbeljax_project" + "_normed" * (scale is not None) + "_added" * (residual is not None),
         compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages))(*arguments)

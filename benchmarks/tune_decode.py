@@ -1,8 +1,9 @@
 """Microseconds of the kernels of a decode step by their tiles, one GPU, bfloat16, the shape of Qwen3-1.7B.
 
-Layers follow each other as in a model, each with weights or cache of its own, so that none of them is still in the GPU's cache:
-"mlp" is norm, gate, down and sum, "qkv" is norm, the three projections, the output projection and the sum, "attention" is
-attention over pages of 16. Results are compared with XLA's before anything is timed. Times are per layer.
+Layers follow each other as in a model, each with weights or cache of its own, so that none of them is still in the GPU's cache.
+"mlp" is norm, gate, down and sum; "qkv" is norm, three projections, output projection and sum; both with tiles for the first or
+the second product. "attention" is attention over pages of 16. Results are compared with XLA's before anything is timed. Times are
+per layer.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from benchmarks import harness, timing
 from gumbeljax import _compat, kv_cache
 from gumbeljax.kv_cache import attention
 from gumbeljax.models import projection
+from gumbeljax.models.rotary import rms_norm
 from pallas_kernels import triton_attention, triton_project
 from pallas_kernels.triton_attention import AttentionTiles
 from pallas_kernels.triton_project import ProjectTiles
@@ -28,6 +30,8 @@ LAYERS = 12
 PROJECTIONS = [ProjectTiles(*x) for x in (
     (16, 128, 4, 4), (16, 256, 4, 4), (16, 256, 4, 6), (16, 512, 8, 4), (32, 128, 4, 4), (32, 128, 4, 6), (32, 256, 8, 4),
     (64, 64, 4, 6), (64, 128, 8, 4))]  # fmt: skip
+MANY_PROJECTIONS = [ProjectTiles(*x) for x in (
+    (16, 128, 4, 4), (32, 64, 4, 5), (32, 128, 4, 4), (32, 128, 8, 4), (64, 64, 4, 4), (64, 64, 8, 5), (64, 128, 8, 3))]
 ATTENTIONS = [AttentionTiles(*x) for x in (
     (64, 1, 4, 3), (64, 1, 4, 1), (64, 1, 4, 5), (64, 1, 8, 5), (32, 1, 4, 5), (128, 1, 4, 1), (128, 1, 8, 1), (128, 1, 8, 4),
     (256, 1, 8, 1), (64, 2, 4, 1))]  # fmt: skip
@@ -44,23 +48,30 @@ class Part(NamedTuple):
 
 
 def project(tiles: ProjectTiles | None, x, weights, scale=None, residual=None, *, is_gated=False):
+    if scale is not None and x.shape[0] > triton_project.MOST_NORMED_ROWS:
+        x, scale = rms_norm(x, scale, EPS), None
     return triton_project.project(x, weights, scale, residual, eps=EPS, is_gated=is_gated, plt=_compat.pallas_triton(),
                                   tiles=tiles)  # fmt: skip
 
 
+def by_xla(x, weights, scale=None, residual=None, *, is_gated=False):
+    return projection._by_xla(EPS, is_gated, x, weights, scale, residual)
+
+
 def mlp(x, layer, how):
     (gate, up), (down,), scale = layer
-    if how is None:
-        return projection._by_xla(EPS, False, projection._by_xla(EPS, True, x, (gate, up), scale, None), (down,), None, x)
-    return project(how[1], project(how[0], x, (gate, up), scale, is_gated=True), (down,), residual=x)
+    gated, out = how or ("XLA", "XLA")
+    run = by_xla if gated == "XLA" else functools.partial(project, gated)
+    x_gated = run(x, (gate, up), scale, is_gated=True)
+    return by_xla(x_gated, (down,), residual=x) if out == "XLA" else project(out, x_gated, (down,), residual=x)
 
 
 def qkv(x, layer, how):
     weights, (out,), scale = layer
-    if how is None:
-        joined = projection._by_xla(EPS, False, x, weights, scale, None)
-        return projection._by_xla(EPS, False, joined[:, :D_MODEL], (out,), None, x)
-    return project(how[1], project(how[0], x, weights, scale)[:, :D_MODEL], (out,), residual=x)
+    first, second = how or ("XLA", "XLA")
+    joined = by_xla(x, weights, scale) if first == "XLA" else project(first, x, weights, scale)
+    q = joined[:, :D_MODEL] + joined[:, D_MODEL:]  # in place of attention, so that all columns are needed
+    return by_xla(q, (out,), residual=x) if second == "XLA" else project(second, q, (out,), residual=x)
 
 
 def attend(q, layer, how):
@@ -77,10 +88,12 @@ def matrices(key, *shapes):
 
 
 def parts(rows: int) -> dict[str, Part]:
-    keys, bf16, few = jax.random.split(jax.random.key(0), LAYERS), jnp.bfloat16, rows <= triton_project.MOST_ROWS
+    keys, bf16, few = jax.random.split(jax.random.key(0), LAYERS), jnp.bfloat16, rows <= projection.MOST_ROWS
     x, ones = jax.random.normal(keys[0], (rows, D_MODEL), bf16), jnp.ones(D_MODEL, bf16)
-    two = {"rule": (None, None)} | {f"first {tuple(t)}": (t, None) for t in PROJECTIONS}
-    two = two | {f"second {tuple(t)}": (None, t) for t in PROJECTIONS} if few else {}
+    rest = None if few else "XLA"  # the other product: by our rule, or by XLA where that is the rule
+    tiles = PROJECTIONS if few else MANY_PROJECTIONS
+    two = {"rule": (None, None)} | {f"first {tuple(t)}": (t, rest) for t in tiles}
+    two |= {f"second {tuple(t)}": (rest, t) for t in tiles}
     up, down, square, narrow = (D_MODEL, D_FF), (D_FF, D_MODEL), (D_MODEL, D_MODEL), (D_MODEL, KV_HEADS * HEAD_DIM)
     mlps = [(m[:2], m[2:], ones) for m in (matrices(key, up, up, down) for key in keys)]
     qkvs = [(m[:3], m[3:], ones) for m in (matrices(key, square, narrow, narrow, square) for key in keys)]

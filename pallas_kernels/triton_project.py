@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.triton_finish import like
 
-MOST_ROWS = 4
-HEIGHT = 16  # rows of a product of tensor cores
+MOST_ROWS = 64
+MOST_NORMED_ROWS = 4  # a program norms every row
 
 
 class ProjectTiles(NamedTuple):
@@ -39,9 +39,10 @@ def kernel(
     scale_refs = [refs.pop(0) for _ in range(has_norm)]
     w_refs, (*residual_refs, out_ref) = refs[:num_weights], refs[num_weights:]
     num_rows, d_in = x_ref.shape
-    row = lax.broadcasted_iota(jnp.int32, (HEIGHT,), 0)
+    height = max(pl.next_power_of_2(num_rows), 16)  # tensor cores take no fewer
+    row = lax.broadcasted_iota(jnp.int32, (height,), 0)
     is_row = row < num_rows
-    inverse = jnp.zeros((HEIGHT,), jnp.float32)
+    inverse = jnp.zeros((height,), jnp.float32)
     if has_norm:
         for i in range(num_rows):
             at = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(d_in),), 0)
@@ -54,7 +55,7 @@ def kernel(
 
         def step(i, sums):
             at = i * tiles.d_in + lax.broadcasted_iota(jnp.int32, (tiles.d_in,), 0)
-            is_x = jnp.broadcast_to(is_row[:, None], (HEIGHT, tiles.d_in))
+            is_x = jnp.broadcast_to(is_row[:, None], (height, tiles.d_in))
             x = plt.load(x_ref.at[row[:, None], at[None, :]], mask=is_x, other=0)
             for scale_ref in scale_refs:
                 scale = plt.load(scale_ref.at[at]).astype(jnp.float32)
@@ -62,10 +63,10 @@ def kernel(
             return tuple(out + plt.dot(x, plt.load(ref.at[at[:, None], column[None, :]]))
                          for out, ref in zip(sums, w_refs, strict=True))
 
-        start = tuple(jnp.zeros((HEIGHT, tiles.columns), jnp.float32) for _ in w_refs)
+        start = tuple(jnp.zeros((height, tiles.columns), jnp.float32) for _ in w_refs)
         return column, lax.fori_loop(0, d_in // tiles.d_in, step, start)
 
-    keep = jnp.broadcast_to(is_row[:, None], (HEIGHT, tiles.columns))
+    keep = jnp.broadcast_to(is_row[:, None], (height, tiles.columns))
     dtype = out_ref.dtype
 
     def store(column, out):
@@ -92,21 +93,22 @@ def kernel(
         first += size
 
 
-def default_tiles(d_in: int, columns: Sequence[int], is_gated: bool = False) -> ProjectTiles:
+def default_tiles(rows: int, d_in: int, columns: Sequence[int], is_gated: bool = False) -> ProjectTiles:
     """Narrow ones: a product has few columns for about 132 multiprocessors, which take all programs at once. Where each gets
     but one, more of the weights are under way to it."""
     programs = sum(columns) // (32 if is_gated else 16)
-    width = next(size for size in (256, 128, 64, 32, 16, 1) if d_in % size == 0 and size <= (128 if is_gated else 256))
+    most = 64 if rows > 16 else 128 if is_gated else 256
+    width = next(size for size in (256, 128, 64, 32, 16, 1) if d_in % size == 0 and size <= most)
     return ProjectTiles(columns=16, d_in=width, num_stages=4 if programs >= 200 else 6)
 
 
-def why_not(x, weights: Sequence[jax.Array], tiles: ProjectTiles | None = None) -> str | None:
+def why_not(x, weights: Sequence[jax.Array], *, has_norm: bool = False, tiles: ProjectTiles | None = None) -> str | None:
     """Why the kernel cannot run x `[rows, d_in]` and weights `[d_in, columns]`, or None if it can."""
     rows, d_in = x.shape
     columns = [w.shape[1] for w in weights]
-    tiles = tiles or default_tiles(d_in, columns)
-    if rows > MOST_ROWS:
-        return f"x may have {MOST_ROWS} rows, got {rows}"
+    tiles = tiles or default_tiles(rows, d_in, columns)
+    if rows > (most := MOST_NORMED_ROWS if has_norm else MOST_ROWS):
+        return f"x may have {most} rows, got {rows}"
     if x.dtype not in (jnp.bfloat16, jnp.float16) or any(w.dtype != x.dtype for w in weights):
         return f"x and the weights must be bfloat16 or float16, got {x.dtype} and {[str(w.dtype) for w in weights]}"
     if tiles.d_in < 16 or d_in % tiles.d_in or any(size % tiles.columns for size in columns):
@@ -129,7 +131,7 @@ def project(x, weights, scale=None, residual=None, *, eps=0.0, is_gated=False, p
       `[rows, sum of columns]`, or `[rows, columns]` where gated, of x's dtype, rounded where separate operations would round.
     """
     num_columns = weights[0].shape[1] if is_gated else sum(w.shape[1] for w in weights)
-    tiles = tiles or default_tiles(x.shape[1], [w.shape[1] for w in weights], is_gated)
+    tiles = tiles or default_tiles(*x.shape, [w.shape[1] for w in weights], is_gated)
     arguments = [x, *([] if scale is None else [scale]), *weights, *([] if residual is None else [residual])]
     body = functools.partial(
         kernel, plt=plt, has_norm=scale is not None, num_weights=len(weights), is_gated=is_gated,

@@ -12,6 +12,8 @@ from gumbeljax import _compat
 from gumbeljax.models.rotary import can_run_kernels, rms_norm
 from pallas_kernels import triton_project
 
+MOST_ROWS = 4  # more tokens are left to XLA
+
 
 def _by_xla(eps: float, is_gated: bool, x, weights, scale, residual) -> jax.Array:
     x = x if scale is None else rms_norm(x, scale, eps)
@@ -47,7 +49,8 @@ def is_fused(x: jax.Array, linears: Sequence[nnx.Module], implementation: str | 
     if len(weights) < len(linears):
         return False
     rows = jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], weights[0].shape[0]), x.dtype)
-    return can_run_kernels(implementation, x, *weights) and triton_project.why_not(rows, weights) is None
+    is_few = rows.shape[0] <= MOST_ROWS and triton_project.why_not(rows, weights, has_norm=True) is None
+    return is_few and can_run_kernels(implementation, x, *weights)
 
 
 def project(x, linears: Sequence[nnx.Linear], *, norm: Any = None, residual=None, is_gated: bool = False) -> jax.Array:

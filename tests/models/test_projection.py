@@ -40,7 +40,7 @@ CALLS = {
 def test_kernel_is_the_plain_route(name, rows, d_in):
     columns, has_norm, has_residual, is_gated = CALLS[name]
     x = inputs(rows, d_in, columns, has_norm=has_norm, has_residual=has_residual)
-    assert triton_project.why_not(x[0], x[1]) is None
+    assert triton_project.why_not(x[0], x[1], has_norm=has_norm) is None
     want = projection._by_xla(EPS, is_gated, *x)
     for tiles in (None, ProjectTiles(columns=16, d_in=32)):
         got = triton_project.project(*x, eps=EPS, is_gated=is_gated, plt=plt, tiles=tiles, interpret=True)
@@ -48,12 +48,21 @@ def test_kernel_is_the_plain_route(name, rows, d_in):
         np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=3e-2, rtol=2e-2)
 
 
+def test_many_rows_without_a_norm():
+    x = inputs(50, 96, (32, 32), has_norm=False, has_residual=False)
+    want = projection._by_xla(EPS, True, *x)
+    got = triton_project.project(*x, is_gated=True, plt=plt, interpret=True)
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=3e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("x, columns, word", [
-    ((5, 64), (32,), "4 rows"), ((1, 65), (32,), "evenly"), ((1, 64), (24,), "evenly"), ((1, 64), (32, 8), "evenly")])
+    ((65, 64), (32,), "64 rows"), ((1, 65), (32,), "evenly"), ((1, 64), (24,), "evenly"), ((1, 64), (32, 8), "evenly")])
 def test_what_the_kernel_cannot_run(x, columns, word):
     weights = [jnp.zeros((x[1], n), jnp.bfloat16) for n in columns]
     assert word in triton_project.why_not(jnp.zeros(x, jnp.bfloat16), weights)
     assert "bfloat16" in triton_project.why_not(jnp.zeros((1, 64)), [jnp.zeros((64, 32))])
+    five = jnp.zeros((5, 64), jnp.bfloat16), [jnp.zeros((64, 32), jnp.bfloat16)]
+    assert triton_project.why_not(*five) is None and "4 rows" in triton_project.why_not(*five, has_norm=True)
 
 
 def lowered(f, *arguments):

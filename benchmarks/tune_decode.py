@@ -2,8 +2,8 @@
 
 Layers follow each other as in a model, each with weights or cache of its own, so that none of them is still in the GPU's cache.
 "mlp" is norm, gate, down and sum; "qkv" is norm, three projections, output projection and sum; both with tiles for the first or
-the second product. "attention" is attention over pages of 16. Results are compared with XLA's before anything is timed. Times are
-per layer.
+the second product. "attention" is attention over pages of 16. Results are compared with XLA's before anything is timed. Times
+are per layer.
 """
 
 import argparse

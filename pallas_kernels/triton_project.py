@@ -131,7 +131,7 @@ def project(x, weights, scale=None, residual=None, *, eps=0.0, is_gated=False, p
       `[rows, sum of columns]`, or `[rows, columns]` where gated, of x's dtype, rounded where separate operations would round.
     """
     num_columns = weights[0].shape[1] if is_gated else sum(w.shape[1] for w in weights)
-    tiles = tiles or default_tiles(*x.shape, [w.shape[1] for w in weights], is_gated)
+    tiles = tiles or default_tiles(x.shape[0], x.shape[1], [w.shape[1] for w in weights], is_gated)
     arguments = [x, *([] if scale is None else [scale]), *weights, *([] if residual is None else [residual])]
     body = functools.partial(
         kernel, plt=plt, has_norm=scale is not None, num_weights=len(weights), is_gated=is_gated,

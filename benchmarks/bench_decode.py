@@ -3,9 +3,10 @@
 Prompts of 128 tokens; a token takes (t(128 new) - t(8 new)) / 120 of the host's clock, so that prompts and fixed costs are out.
 The same loop is timed with `gumbeljax.sample` and with what JAX users write: `jax.random.categorical`, or `lax.top_k` with a
 nucleus inside. The roofline is the bytes that a step has to read (weights once, the cache at its mean length) over the best
-rate at which a reduction read the head in this run. Before anything is timed, a step by the kernel for attention over pages is
-compared with the step by XLA's. A profile of one chunk says which kernels run, whether anything is copied to the host inside
-it, and how long the GPU idles.
+rate at which a reduction read the head in this run. Before anything is timed, a step by the kernels of our own is
+compared with the step by XLA's. A profile of one chunk says which kernels run, and whether anything is copied to the host
+between the first and the last of a step's own. The GPU idles for what these kernels leave of the time per token, which is taken
+without a profiler: under one XLA launches every kernel by itself, and no graph of them.
 """
 
 import argparse
@@ -37,7 +38,8 @@ from gumbeljax.nnx import as_decode_fn
 PROMPT, FEW, MANY = 128, 8, 128
 OURS, XLA = "gumbeljax", "XLA idiom"
 HEADS = {"qwen3-1.7b": QWEN3_1_7B, "smollm2-135m": SMOLLM2_135M, "tiny": Head("tiny", 1024, 64)}
-SAMPLINGS: dict[str, dict[str, Any]] = {"T=1": {"temperature": 1.0}, "top_k=50 top_p=0.95": {"top_k": 50, "top_p": 0.95}}
+FILTERED = "top_k=50 top_p=0.95"
+SAMPLINGS: dict[str, dict[str, Any]] = {"T=1": {"temperature": 1.0}, FILTERED: {"top_k": 50, "top_p": 0.95}}
 CELLS = {"qwen3-1.7b": (1, 64, 256), "smollm2-135m": (1, 64)}
 
 
@@ -49,7 +51,7 @@ def categorical(h, w, keys, *, temperature):
 def top_k_idiom(h, w, keys, *, top_k, top_p):
     """`lax.top_k`, the nucleus among its values, and a draw from them. `lax.top_k` takes a fixed k."""
     del top_k
-    logits, ids = lax.top_k(jnp.matmul(h, w.T, preferred_element_type=jnp.float32), SAMPLINGS["top_k=50 top_p=0.95"]["top_k"])
+    logits, ids = lax.top_k(jnp.matmul(h, w.T, preferred_element_type=jnp.float32), SAMPLINGS[FILTERED]["top_k"])
     probs = jax.nn.softmax(logits, axis=-1)
     kept = jnp.cumsum(probs, axis=-1) - probs < top_p
     drawn = jax.vmap(jax.random.categorical)(keys, jnp.where(kept, logits, -jnp.inf))
@@ -57,8 +59,8 @@ def top_k_idiom(h, w, keys, *, top_k, top_p):
 
 
 SAMPLERS: dict[tuple[str, str], Callable] = {
-    (OURS, "T=1"): gumbeljax.sample, (OURS, "top_k=50 top_p=0.95"): gumbeljax.sample,
-    (XLA, "T=1"): categorical, (XLA, "top_k=50 top_p=0.95"): top_k_idiom,
+    (OURS, "T=1"): gumbeljax.sample, (OURS, FILTERED): gumbeljax.sample,
+    (XLA, "T=1"): categorical, (XLA, FILTERED): top_k_idiom,
 }
 
 
@@ -85,7 +87,7 @@ copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 def check_attention(model, setup: Setup) -> float:
-    """Largest difference between hidden states of one step by the kernel and by XLA, over their largest element."""
+    """Largest difference between hidden states of one step by our kernels and by XLA, over their largest element."""
     by_xla = nnx.merge(*nnx.split(model))
     for layer in by_xla.layers:
         layer.self_attn.implementation = "xla"
@@ -97,9 +99,18 @@ def check_attention(model, setup: Setup) -> float:
 
     ours, plain = (step(decode_fn, setup.params, setup.state) for decode_fn in (setup.decode_fn, as_decode_fn(by_xla)[0]))
     difference = float(jnp.max(jnp.abs(ours - plain)) / jnp.max(jnp.abs(plain)))
-    if not difference < 0.05:
-        raise SystemExit(f"hidden states differ by {difference:.3f} between the attention kernel and XLA: nothing was timed")
+    if not difference < 0.1:  # 28 layers of bfloat16 alone are off by 0.02; a wrong kernel, by 1
+        raise SystemExit(f"hidden states differ by {difference:.3f} between our kernels and XLA: nothing was timed")
     return difference
+
+
+def check_filters(setup: Setup, implementation: str) -> None:
+    """The kernels for filters draw what XLA draws."""
+    keys = jax.random.split(setup.key, setup.state.h.shape[0])
+    draw = jax.jit(functools.partial(gumbeljax.sample, **SAMPLINGS[FILTERED]), static_argnames="implementation")
+    ours, plain = (draw(setup.state.h, setup.w, keys, implementation=name) for name in (implementation, "xla"))
+    if not np.array_equal(ours, plain):
+        raise SystemExit(f"{implementation} draws {ours.tolist()} under filters, XLA {plain.tolist()}: nothing was timed")
 
 
 def seconds_of(setup: Setup, new_tokens: int, sample_fn, sampling, chunk_size: int) -> float:
@@ -145,8 +156,8 @@ def device_events(folder: Path) -> list[Event]:
 
 
 KINDS = {"copy to the host": r"memcpyd2h|dtoh", "other copies": r"memcpy|memset",
-         "matrix products": r"gemm|nvjet|cutlass|cublas|splitk|gemv",
-         "attention": r"gumbeljax_attention", "head and sampling": r"gumbeljax_|mosaic|top_?k|sort|threefry"}
+         "matrix products": r"gemm|nvjet|cutlass|cublas|splitk|gemv|gumbeljax_project",
+         "attention": r"gumbeljax_(attention|rotate)", "head and sampling": r"gumbeljax_|mosaic|top_?k|sort|threefry"}
 
 
 def kind_of(name: str) -> str:
@@ -154,10 +165,10 @@ def kind_of(name: str) -> str:
 
 
 def breakdown(events: Iterable[Event], steps: int) -> dict[str, Any]:
-    """Microseconds per step by kind and by kernel, the share of the time in which nothing runs, copies to the host between the
-    first kernel and the last."""
+    """Microseconds per step, in all and by kind and by kernel, and copies to the host, between the first kernel of the steps
+    and the last: products, attention, sampling. What surrounds the chunk is left out."""
     events = sorted(events, key=lambda event: event.start)
-    kernels = [event for event in events if "copies" not in (kind := kind_of(event.name)) and "copy" not in kind]
+    kernels = [event for event in events if kind_of(event.name) in ("matrix products", "attention", "head and sampling")]
     first, last = kernels[0].start, max(event.start + event.duration for event in kernels)
     inside = [event for event in events if first <= event.start < last]
     busy, end = 0.0, first
@@ -168,10 +179,10 @@ def breakdown(events: Iterable[Event], steps: int) -> dict[str, Any]:
     names: dict[str, list[float]] = {}
     for event in inside:
         kinds[kind_of(event.name)] = kinds.get(kind_of(event.name), 0.0) + event.duration / steps
-        names.setdefault(re.sub(r"[_.]\d+$", "", event.name)[:60], []).append(event.duration)
+        names.setdefault(re.sub(r"[_.]+\d+$", "", event.name)[:60], []).append(event.duration)
     top = sorted(names.items(), key=lambda item: -sum(item[1]))[:12]
     return {
-        "us_per_step": (last - first) / steps, "idle_share": 1 - busy / (last - first), "kernels_per_step": len(inside) / steps,
+        "us_per_step": (last - first) / steps, "busy_us_per_step": busy / steps, "kernels_per_step": len(inside) / steps,
         "copies_to_host": sum(kind_of(event.name) == "copy to the host" for event in inside), "us_by_kind": kinds,
         "kernels": [{"name": name, "us_per_step": sum(d) / steps, "per_step": len(d) / steps} for name, d in top],
     }
@@ -193,6 +204,8 @@ def measure(shape: str, model, rows: int, samplings: list[str], contenders: list
     """One row of the table for each way of sampling."""
     setup = start(model, rows, page_size=page_size)
     difference = check_attention(model, setup)
+    if FILTERED in samplings and (name := getattr(SAMPLERS[OURS, FILTERED], "keywords", {}).get("implementation")):
+        check_filters(setup, name)
     read = bytes_per_step(model, setup.params, rows)
     calls = {(name, sampling): functools.partial(per_token, setup, SAMPLERS[name, sampling], SAMPLINGS[sampling], chunk_size)
              for sampling in samplings for name in contenders}
@@ -207,6 +220,7 @@ def measure(shape: str, model, rows: int, samplings: list[str], contenders: list
                "ratio": {name: timing.ratio(s, samples[OURS])._asdict() for name, s in samples.items()}}
         if profiles:
             row["profile"] = profiled(setup, SAMPLERS[OURS, sampling], SAMPLINGS[sampling], chunk_size)
+            row["idle_share"] = 1 - row["profile"]["busy_us_per_step"] / (1e6 * row["seconds"][OURS]["median"])
         results.append(row)
     return results
 
@@ -221,7 +235,7 @@ def table(results: list[dict[str, Any]]) -> Table:
         xla = f"{row['ratio'][XLA]['median']:.2f}" if XLA in seconds else ""
         last = [""] * 3
         if profile:
-            last = [f"{100 * profile['idle_share']:.1f}%", f"{profile['kernels_per_step']:.0f}", str(profile["copies_to_host"])]
+            last = [f"{100 * row['idle_share']:.1f}%", f"{profile['kernels_per_step']:.0f}", str(profile["copies_to_host"])]
         shown.add_row(row["head"]["name"], str(row["rows"]), row["sampling"], f"{1e3 * seconds[OURS]['median']:.3f}",
                       f"{1e3 * row['roofline']:.3f}", f"{seconds[OURS]['median'] / row['roofline']:.2f}", xla,
                       *last)
@@ -234,6 +248,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", help="default: 1, 64 and, for the larger model, 256")
     parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS, default=list(SAMPLINGS))
     parser.add_argument("--contenders", nargs="+", choices=(OURS, XLA), default=[OURS, XLA], help="gumbeljax always takes part")
+    parser.add_argument("--filters", choices=("xla", "triton"),
+                        help="gumbeljax's implementation under filters (default: its own choice)")
     parser.add_argument("--chunk-size", type=int, default=FEW,
                         help="steps between two looks of the host (default 8; any other size compiles a second loop)")
     parser.add_argument("--page-size", type=int, default=16)
@@ -244,13 +260,13 @@ def main() -> None:
     if jax.default_backend() != "gpu":
         parser.error("this benchmark is about GPUs, and jax sees none; gumbeljax bench times any device")
     contenders = list(dict.fromkeys([OURS, *arguments.contenders]))
+    if arguments.filters:
+        SAMPLERS[OURS, FILTERED] = functools.partial(gumbeljax.sample, implementation=arguments.filters)
     results: list[dict[str, Any]] = []
     with harness.alone():
         read_rate = bench_gpu.best_read_rate(bench_gpu.random_head(QWEN3_1_7B), rounds=10)
     for shape in arguments.shapes:
         model = random_model(shape, "bfloat16", 0)
-        for layer in model.layers:
-            layer.self_attn.implementation = None  # kernels of our own
         for rows in arguments.rows or CELLS[shape]:
             begin = time.perf_counter()
             with harness.alone():
@@ -265,7 +281,8 @@ def main() -> None:
         if profile := row.get("profile"):
             kinds = ", ".join(f"{kind} {us:.0f}" for kind, us in profile["us_by_kind"].items())
             cell = f"{row['head']['name']}, {row['rows']} rows, {row['sampling']}"
-            console.print(f"{cell}: {profile['us_per_step']:.0f} us a step; {kinds}")
+            console.print(f"{cell}: kernels run for {profile['busy_us_per_step']:.0f} us a step (which takes "
+                          f"{profile['us_per_step']:.0f} us under the profiler); {kinds}")
             for kernel in profile["kernels"]:
                 console.print(f"  {kernel['us_per_step']:8.1f} us {kernel['per_step']:6.1f} x  {kernel['name']}")
 

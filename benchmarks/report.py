@@ -287,8 +287,8 @@ def decode_times() -> str:
     for name, row in zip(first_of_each(head_name(row["head"]) for row in rows), rows, strict=True):
         ours = median(row, "gumbeljax")
         other = median(peer.get((row["head"]["name"], row["rows"], row["sampling"])), "generate")
-        profile = row.get("profile", {"idle_share": None, "copies_to_host": ""})
-        idle = "" if profile["idle_share"] is None else f"{100 * profile['idle_share']:.1f}%"
+        profile = row.get("profile", {"copies_to_host": ""})
+        idle = f"{100 * row['idle_share']:.1f}%" if "idle_share" in row else ""
         lines.append([name, str(row["rows"]), row["sampling"], milliseconds(ours), milliseconds(row["roofline"]),
                       quotient(ours, row["roofline"]), milliseconds(median(row, "XLA idiom")),
                       quotient(median(row, "XLA idiom"), ours), milliseconds(other), quotient(other, ours), idle,

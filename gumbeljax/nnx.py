@@ -40,6 +40,7 @@ class DecodeFn:
 
     def __init__(self, graphdef: nnx.GraphDef):
         self.graphdef = graphdef
+        self._hash = hash(graphdef)  # milliseconds for a deep model, and jit asks before every chunk
 
     def __call__(self, params, tokens, positions, cache):
         # Copied: in the body of a loop these variables belong to an outer trace, and a transform of the module's own
@@ -47,10 +48,10 @@ class DecodeFn:
         return nnx.merge(self.graphdef, params, copy=True)(tokens, positions, cache)
 
     def __eq__(self, other):
-        return isinstance(other, DecodeFn) and self.graphdef == other.graphdef
+        return self is other or (isinstance(other, DecodeFn) and self.graphdef == other.graphdef)
 
     def __hash__(self):
-        return hash(self.graphdef)
+        return self._hash
 
 
 def as_decode_fn(model: nnx.Module) -> tuple[DecodeFn, nnx.State]:

@@ -32,10 +32,15 @@ class AttentionTiles(NamedTuple):
     num_stages: int = 3
 
 
-def default_tiles(batch: int, num_kv_heads: int, max_slots: int) -> AttentionTiles:
-    """Parts of at least 512 slots, no more of them than fill a GPU of about 132 multiprocessors twice."""
-    parts = min(max_slots // 512, 264 // (batch * num_kv_heads))
-    return AttentionTiles(parts=max(parts, 1))
+def default_tiles(q, keys, max_slots: int) -> AttentionTiles:
+    """Parts of at least 512 slots, no more of them than fill about 132 multiprocessors twice. Where a multiprocessor has
+    one program, nothing hides its latency: it takes as many slots at once as registers hold."""
+    (batch, seq, num_heads, head_dim), num_kv_heads = q.shape, keys.shape[2]
+    programs = batch * num_kv_heads
+    parts = max(min(max_slots // 512, 264 // programs), 1)
+    if programs * parts <= 132 and seq * (num_heads // num_kv_heads) <= 16 and head_dim * q.dtype.itemsize <= 256:
+        return AttentionTiles(min(max(pl.next_power_of_2(max_slots), 16), 256), parts, num_warps=8, num_stages=1)
+    return AttentionTiles(parts=parts)
 
 
 def kernel(
@@ -129,7 +134,7 @@ def attend(q, keys, values, positions, block_tables, lengths, *, plt, window=Non
     """
     batch, seq, num_heads, head_dim = q.shape
     page_size, num_kv_heads = keys.shape[1:3]
-    tiles = tiles or default_tiles(batch, num_kv_heads, block_tables.shape[1] * page_size)
+    tiles = tiles or default_tiles(q, keys, block_tables.shape[1] * page_size)
     f32 = jnp.float32
     arguments = [q.reshape(batch, seq * num_heads, head_dim), positions.astype(jnp.int32),
                  *(x.reshape(-1, num_kv_heads, head_dim) for x in (keys, values)), block_tables, lengths.astype(jnp.int32)]

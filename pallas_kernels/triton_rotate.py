@@ -6,7 +6,6 @@ Source of the embedding: J. Su et al., "RoFormer", 2021; dimension `i` pairs wit
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -88,7 +87,6 @@ def rotate_and_write(qkv, cos, sin, scales, keys, values, pages, offsets, *, eps
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1))(*arguments)
 
 
-def why_not(q: jax.Array) -> str | None:
-    """Why the kernel cannot run q `[..., head_dim]`, or None if it can."""
-    head_dim = q.shape[-1]
+def why_not(head_dim: int) -> str | None:
+    """Why the kernel cannot run heads of this size, or None if it can."""
     return None if head_dim >= 16 and head_dim & (head_dim - 1) == 0 else f"head_dim must be a power of two, got {head_dim}"

@@ -38,12 +38,13 @@ def test_contenders_draw_from_the_same_law(sampling):
 
 
 def test_a_breakdown_adds_up():
-    """Two steps: a product, a gap, sampling that overlaps a copy to the host, and copies outside that do not count."""
-    events = [Event("MemcpyD2H", 0, 1), Event("gemm_fusion_dot_1", 10, 4), Event("loop_add_fusion_3", 15, 1),
+    """Two steps: a product, a gap, sampling that overlaps a copy to the host; copies and kernels around them do not count."""
+    events = [Event("loop_add_fusion", -2, 1), Event("MemcpyD2H", 0, 1), Event("gemm_fusion_dot_1", 10, 4),
+              Event("loop_add_fusion_3", 15, 1),
               Event("gumbeljax_race", 16, 4), Event("MemcpyD2H", 18, 1), Event("gemm_fusion_dot_2", 20, 10),
-              Event("MemcpyH2D", 40, 1)]
+              Event("MemcpyH2D", 40, 1), Event("wrapped_subtract", 42, 1)]
     out = bench_decode.breakdown(events, 2)
     assert out["us_per_step"] == 10 and out["copies_to_host"] == 1
-    assert out["idle_share"] == pytest.approx(1 / 20)
+    assert out["busy_us_per_step"] == pytest.approx(19 / 2)
     assert out["us_by_kind"] == {"matrix products": 7, "other kernels": 0.5, "head and sampling": 2, "copy to the host": 0.5}
     assert out["kernels"][0] == {"name": "gemm_fusion_dot", "us_per_step": 7, "per_step": 1}

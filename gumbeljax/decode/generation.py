@@ -14,7 +14,7 @@ from gumbeljax._typing import ArrayLike, Key
 from gumbeljax.decode.prefilling import prefill
 from gumbeljax.decode.requests import known_vocab, whole_numbers
 from gumbeljax.decode.state import DecodeState, Generation, drawn_tokens, filler, request_keys
-from gumbeljax.decode.steps import Rules, run_chunk, steps_per_chunk
+from gumbeljax.decode.steps import Rules, flattened, run_chunk, steps_per_chunk
 from gumbeljax.decode.stops import find_stop, stop_strings
 from gumbeljax.sampling import sample
 
@@ -114,15 +114,22 @@ def resume(
     rules = Rules(jnp.asarray(start + room, jnp.int32), min_lengths, jnp.asarray(ends, jnp.int32))
     stops = _Stops(state, stop, text_fn) if stop and text_fn is not None else None
     num_steps = steps_per_chunk(most, chunk_size)
-    chunks = []
-    for _ in range(-(-most // chunk_size)):
-        state, chunk = run_chunk(
-            decode_fn, params, w, state, keys, rules, sampling, num_steps=num_steps, pad_token=pad_token,
-            sample_fn=sample_fn, options_fn=options_fn, frees_pages=True,
-        )  # fmt: skip
-        if chunk.has_overflowed:
+    step = partial(
+        run_chunk, *flattened(decode_fn, params), w, keys=keys, rules=rules, sampling=sampling, num_steps=num_steps,
+        pad_token=pad_token, sample_fn=sample_fn, options_fn=options_fn, frees_pages=True,
+    )  # fmt: skip
+    # Where nothing but its length ends a row, the next chunk runs while the host looks at this one. A row without a law may
+    # end all rows: then that chunk rests.
+    is_ahead = stops is None and isinstance(ends, np.ndarray) and not np.any(ends >= 0)
+    chunks, ahead = [], None
+    for num_left in reversed(range(-(-most // chunk_size))):
+        state, chunk = ahead or step(state)
+        ahead = step(state) if is_ahead and num_left else None
+        if ahead:
+            state = ahead[0]
+        draws, counts, is_done, has_overflowed = jax.tree.map(np.array, jax.device_get(tuple(chunk)))
+        if has_overflowed:
             kv_cache.check_overflow(state.cache)
-        draws, counts, is_done = jax.tree.map(np.array, chunk.draws), np.array(chunk.counts), bool(chunk.is_done)
         if stops is not None:
             kept, is_stopped = stops.kept(drawn_tokens(draws), counts)
             if is_stopped.any():
@@ -184,7 +191,8 @@ def generate(
       stop: strings that end a row; the tokens that spell the first of them are kept. Looked for between chunks.
       text_fn: tokens to text, needed for ``stop``: ``tokenizer.decode``.
       pad_token: what follows the last token of a row.
-      chunk_size: steps between two looks of the host (16): the grain of streaming and of stopping early.
+      chunk_size: steps between two looks of the host (16): the grain of streaming and of stopping early. Without
+        ``eos_tokens`` and ``stop`` the next chunk runs while the host looks.
       prefill_size, shares_prefix: see ``prefill``.
       on_chunk_fn: called after each chunk with ``(tokens int32[batch, steps], counts int32[batch])`` as NumPy arrays;
         the first ``counts[i]`` of row ``i`` are new.

@@ -15,7 +15,7 @@ from gumbeljax.decode.generation import check_sampling
 from gumbeljax.decode.requests import Output, Request, checked, end_reason, known_vocab
 from gumbeljax.decode.seating import empty_state, prefill_rows, seat, vacate
 from gumbeljax.decode.state import DecodeState, drawn_tokens
-from gumbeljax.decode.steps import Rules, run_chunk
+from gumbeljax.decode.steps import Rules, flattened, run_chunk
 from gumbeljax.decode.stops import find_stop
 from gumbeljax.kv_cache import PagedCache
 from gumbeljax.sampling import sample
@@ -43,6 +43,7 @@ class _Rows:
 
     def __init__(self, decode_fn, params, w, cache: PagedCache, sampling: Mapping[str, Any], pad_token: int, vocab: int | None):
         self.decode_fn, self.params, self.w, self.pad_token, self.vocab = decode_fn, params, w, pad_token, vocab
+        self.flattened = flattened(decode_fn, params)
         self.state = empty_state(decode_fn, params, cache, pad_token)
         self.batch, self.max_length = self.state.tokens.shape
         self.page_size, self.num_pages = cache.page_size, cache.pages.ref_counts.shape[0]
@@ -167,7 +168,7 @@ class _Rows:
         # The rule costs a mask over the vocabulary: it is left out of chunks that need none.
         rules = Rules(self.limits, self.min_lengths if is_short else None, self.eos_tokens)
         self.state, chunk = run_chunk(
-            self.decode_fn, self.params, self.w, self.state, keys, rules, self.sampling, num_steps=num_steps,
+            *self.flattened, self.w, self.state, keys, rules, self.sampling, num_steps=num_steps,
             pad_token=self.pad_token, sample_fn=sample_fn, options_fn=options_fn, frees_pages=False,
         )  # fmt: skip
         draws, counts, has_overflowed, num_free = jax.device_get(

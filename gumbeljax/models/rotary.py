@@ -1,7 +1,7 @@
 """What happens to queries, keys and values between their projections and attention."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,28 +40,45 @@ def _by_xla(eps, q, k, v, rope: Rope, scales, keys, values, slots: Slots):
     return rotate(q, rope), write(keys, rotate(k, rope), slots), write(values, v, slots)
 
 
+def _split(qkv, keys):
+    """Queries, keys and values that lie side by side."""
+    num_kv_heads = keys.shape[2]
+    return jnp.split(qkv, (qkv.shape[2] - 2 * num_kv_heads, qkv.shape[2] - num_kv_heads), axis=2)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _by_triton(eps, q, k, v, rope: Rope, scales, keys, values, slots: Slots):
+def _by_triton(eps, qkv, rope: Rope, scales, keys, values, slots: Slots):
     _compat.quiet_triton_deprecation()
     flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
-    # Joined: XLA merges the three projections, and this undoes its cut.
-    out, keys, values = triton_rotate.rotate_and_write(
-        flat(jnp.concatenate([q, k, v], axis=2)), flat(rope.cos), flat(rope.sin), scales, keys, values, flat(slots.pages),
-        flat(slots.offsets), eps=eps, plt=_compat.pallas_triton())  # fmt: skip
-    return out.reshape(q.shape), keys, values
+    q, keys, values = triton_rotate.rotate_and_write(
+        flat(qkv), flat(rope.cos), flat(rope.sin), scales, keys, values, flat(slots.pages), flat(slots.offsets), eps=eps,
+        plt=_compat.pallas_triton())  # fmt: skip
+    return q.reshape(*qkv.shape[:2], *q.shape[1:]), keys, values
 
 
-def _forward(eps, q, k, v, rope, scales, keys, values, slots):
-    return _by_triton(eps, q, k, v, rope, scales, keys, values, slots), (q, k, v, rope, scales, keys, values, slots)
+def _forward(eps, qkv, rope, scales, keys, values, slots):
+    return _by_triton(eps, qkv, rope, scales, keys, values, slots), (qkv, rope, scales, keys, values, slots)
 
 
 def _backward(eps, arguments, cotangents):
     *floats, slots = arguments
-    _, pullback = jax.vjp(lambda *floats: _by_xla(eps, *floats, slots=slots), *floats)
-    return *pullback(cotangents), None
+
+    def plain(qkv, rope, scales, keys, values):
+        q, k, v = _split(qkv, keys)
+        return _by_xla(eps, q, k, v, rope, scales, keys, values, slots)
+
+    return *jax.vjp(plain, *floats)[1](cotangents), None
 
 
 _by_triton.defvjp(_forward, _backward)
+
+
+def can_run_kernels(implementation: str | None, *arrays: jax.Array) -> bool:
+    """Whether Triton kernels of our own may run here: on an NVIDIA GPU, unless XLA was asked for or has to cut the arrays."""
+    device = device_facts(arrays[0])
+    return (implementation != "xla" and device.platform == "gpu" and device.compute_capability >= (8, 0)
+            and _compat.pallas_triton() is not None
+            and not any(jax.typeof(x).sharding.mesh.explicit_axes for x in arrays))  # fmt: skip
 
 
 def rotate_and_write(
@@ -74,9 +91,12 @@ def rotate_and_write(
     Returns:
       (rotated q, keys, values).
     """
-    device = device_facts(q)
-    is_fused = (implementation != "xla" and device.platform == "gpu" and device.compute_capability >= (8, 0)
-                and _compat.pallas_triton() is not None and triton_rotate.why_not(q) is None
-                and not any(jax.typeof(x).sharding.mesh.explicit_axes for x in (q, keys)))  # fmt: skip
-    run: Any = _by_triton if is_fused else _by_xla
-    return run(eps, q, k, v, rope, scales, keys, values, slots)
+    if can_run_kernels(implementation, q, keys) and triton_rotate.why_not(q.shape[-1]) is None:
+        # Joined: XLA merges the three projections, and this undoes its cut.
+        return _by_triton(eps, jnp.concatenate([q, k, v], axis=2), rope, scales, keys, values, slots)
+    return _by_xla(eps, q, k, v, rope, scales, keys, values, slots)
+
+
+def rotate_joined(qkv, rope: Rope, scales, keys, values, slots: Slots, *, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`rotate_and_write` by its kernel, for q, k and v side by side: ``[batch, seq, num_heads + 2 num_kv_heads, head_dim]``."""
+    return _by_triton(eps, qkv, rope, scales, keys, values, slots)

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from gumbeljax import models
-from gumbeljax.decode import decode_steps, generate, prefill, resume
+from gumbeljax.decode import decode_steps, generate, generation, prefill, resume, steps
 from gumbeljax.sampling import sample
 
 VOCAB, D_MODEL = 53, 16
@@ -218,6 +218,10 @@ def test_equal_modules_share_one_trace(llama):
     again, _ = models.as_decode_fn(model)
     assert again == decode_fn
     assert hash(again) == hash(decode_fn)
+    run(llama, PROMPTS[:1], KEY, num_tokens=3)
+    count = steps.run_chunk._cache_size()
+    run((model, again, *llama[2:]), PROMPTS[1:2], KEY, num_tokens=3)
+    assert steps.run_chunk._cache_size() == count
 
 
 def test_a_row_without_a_law_ends_with_the_marker():
@@ -228,6 +232,33 @@ def test_a_row_without_a_law_ends_with_the_marker():
     )  # fmt: skip
     assert out.tokens.tolist() == [[3, 4, -1, 31, 31, 31], [11, 12, 13, 14, 15, 16]]
     assert out.num_tokens.tolist() == [3, 6]
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_all_rows_without_a_law_end_the_loop_while_the_next_chunk_runs(llama, is_paged):
+    model, decode_fn, params, w = llama
+    cache = model.init_paged_cache(2, 15, page_size=4) if is_paged else model.init_cache(2, 15)
+    chunks = []
+    options = {"max_new_tokens": 12, "chunk_size": 3, "on_chunk_fn": lambda tokens, counts: chunks.append(counts.tolist())}
+    nothing = jnp.full_like(w, jnp.nan)
+    out = generate(decode_fn, params, nothing, np.array([[2, 3], [7, 1]]), cache, KEY, pad_token=31, **options)
+    assert chunks == [[1, 1]]
+    assert out.tokens.tolist() == [[-1] + 11 * [31]] * 2
+    assert out.state.lengths.tolist() == [3, 3] and out.state.is_finished.all()
+    assert not is_paged or int(out.state.cache.pages.num_free) == out.state.cache.pages.ref_counts.size
+
+
+def test_the_next_chunk_runs_while_the_host_looks_where_only_lengths_end_rows(llama, monkeypatch):
+    launched, seen = [], []
+    monkeypatch.setattr(generation, "run_chunk", lambda *x, **y: (launched.append(1), steps.run_chunk(*x, **y))[1])
+    options = {"num_tokens": 9, "chunk_size": 3, "on_chunk_fn": lambda *_: seen.append(len(launched))}
+    ahead = run(llama, PROMPTS, KEY, **options)
+    assert seen == [2, 3, 3]
+    seen.clear()
+    launched.clear()
+    after = run(llama, PROMPTS, KEY, eos_tokens=[VOCAB + 1], **options)
+    assert seen == [1, 2, 3]
+    np.testing.assert_array_equal(ahead.tokens, after.tokens)
 
 
 @pytest.mark.parametrize("is_paged", [False, True])

@@ -86,10 +86,20 @@ def test_kernel_and_gather_are_attention(seq, num_heads, num_kv_heads, page_size
     assert np.all(np.asarray(by_kernel(x, window), np.float64)[2] == 0)
 
 
-@pytest.mark.parametrize("tiles", [{"slots": 16}, {"slots": 128}, {"parts": 2}, {"slots": 32, "parts": 7}])
+@pytest.mark.parametrize("tiles", [{"slots": 16}, {"slots": 128}, {"slots": 256}, {"parts": 2}, {"slots": 32, "parts": 7}])
 def test_tiles_change_nothing_but_the_last_bits(tiles):
     x = call([100, 31, 1], seq=2)
     np.testing.assert_allclose(by_kernel(x, **tiles), by_kernel(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("max_length, slots, parts", [(60, 64, 1), (256, 256, 1), (1024, 256, 2)])
+def test_programs_that_are_alone_take_many_slots_at_once(max_length, slots, parts):
+    x = call([max_length - 3], max_length=max_length, dtype=jnp.bfloat16)
+    tiles = triton_attention.default_tiles(x.q, x.keys, max_length)
+    assert (tiles.slots, tiles.parts) == (slots, parts)
+    np.testing.assert_allclose(np.asarray(by_kernel(x, **tiles._asdict()), np.float64), in_float64(x), atol=2e-2)
+    many = call([5] * 128, max_length=32, dtype=jnp.bfloat16)
+    assert triton_attention.default_tiles(many.q, many.keys, 256).slots == 64
 
 
 def test_positions_past_the_end_see_the_whole_row():

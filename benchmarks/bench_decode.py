@@ -33,6 +33,7 @@ from benchmarks import bench_gpu, harness, timing
 from benchmarks.shapes import QWEN3_1_7B, SMOLLM2_135M, Head
 from gumbeljax.cli.bench import random_model
 from gumbeljax.decode import prefill, resume
+from gumbeljax.models import projection
 from gumbeljax.nnx import as_decode_fn
 
 PROMPT, FEW, MANY = 128, 8, 128
@@ -253,12 +254,15 @@ def main() -> None:
     parser.add_argument("--chunk-size", type=int, default=FEW,
                         help="steps between two looks of the host (default 8; any other size compiles a second loop)")
     parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--fused-rows", type=int, default=projection.MOST_ROWS,
+                        help="steps of up to so many rows multiply by the fused kernel (at most 4; default: as models do)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--name", default="decode", help="results/<name>.json is written (default decode)")
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         parser.error("this benchmark is about GPUs, and jax sees none; gumbeljax bench times any device")
+    projection.MOST_ROWS = arguments.fused_rows
     contenders = list(dict.fromkeys([OURS, *arguments.contenders]))
     if arguments.filters:
         SAMPLERS[OURS, FILTERED] = functools.partial(gumbeljax.sample, implementation=arguments.filters)

@@ -214,7 +214,8 @@ def quantized_times() -> str:
     for head, row in zip(first_of_each(head_name(row["head"]) for row in rows), rows, strict=True):
         bar = 1.75 if row["rows"] <= 32 else 1.0
         speedups = [row["speedup"][name]["median"] for name in names]
-        lines.append([head, str(row["rows"]), row["implementation"][names[0]], *(microseconds(row, name) for name in row["seconds"]),
+        lines.append([head, str(row["rows"]), row["implementation"][names[0]],
+                      *(microseconds(row, name) for name in row["seconds"]),
                       *(f"{x:.2f}" if x >= bar else f"**{x:.2f}**" for x in speedups)])
     columns = ["head", "rows", "runs", *rows[0]["seconds"], *(f"bfloat16 / {name}" for name in names)]
     return markdown(columns, lines) + f"\n\n{source}"

@@ -10,7 +10,18 @@ from pallas_kernels import triton_prefix as prefix
 from pallas_kernels.finish import Draw
 from pallas_kernels.kept import Kept
 from pallas_kernels.triton_prefix import Row
-from pallas_kernels.triton_rows import barrier, fetch, for_pieces, padded_load, put, row_of, split, tokens_at, tokens_of
+from pallas_kernels.triton_rows import (
+    barrier,
+    column_load,
+    fetch,
+    for_pieces,
+    padded_load,
+    put,
+    row_of,
+    split,
+    tokens_at,
+    tokens_of,
+)
 from pallas_kernels.triton_shapes import DRAWN, Raced, Shape, Summary
 
 
@@ -35,8 +46,8 @@ def drawn(shape: Shape, own: Row, raced: Raced, summary: Summary, row, ids, mode
     won = race.Race(*(a[None] for a in (raced.high, raced.low, raced.winner, own.top, kept_total)))
     mass, t = None, own.t[None]
     if shape.with_model:
-        model_top = padded_load(shape, summary.model_top, row, shape.num_blocks, -jnp.inf)
-        model_total = padded_load(shape, summary.model_total, row, shape.num_blocks, 0.0)
+        model_top = column_load(shape, summary.model_top, row, -jnp.inf)
+        model_total = column_load(shape, summary.model_total, row, 0.0)
         model_top, model_total = race.mass_of(model_top, model_total, jnp.float32(1.0))
         mass = race.Mass(model_top[None], None, model_total[None])
     keys = tuple(key[None] for key in own.keys)

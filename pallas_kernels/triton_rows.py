@@ -130,6 +130,13 @@ def padded_load(shape: Shape, ref, row, size: int, other):
     return shape.plt.load(ref.at[row, place], mask=place < size, other=other)
 
 
+def column_load(shape: Shape, ref, row, other):
+    """`[next power of 2]`: the column of a row in `[blocks, rows]`."""
+    size = ref.shape[0]
+    place = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(size),), 0)
+    return shape.plt.load(ref.at[place, row], mask=place < size, other=other)
+
+
 def spread_iota(size: int):
     """`[n, LANES]`: 0, 1, ... to the next power of 2 of `size`. A thread has a column, and adds it up alone."""
     size = pl.next_power_of_2(size)

@@ -13,9 +13,9 @@ from pallas_kernels.triton_kept import drawn, kept_of, race_of
 from pallas_kernels.triton_prefix import Span, Tokens
 from pallas_kernels.triton_rows import (
     barrier,
+    column_load,
     few_of,
     listed_ids,
-    padded_load,
     put,
     row_of,
     scatter,
@@ -32,9 +32,8 @@ def settle(*refs, shape: Shape, trees):
     refs, given, out, draw, num_raced, list_ref, few_ref = split(refs, trees)
     row = pl.program_id(0)
     group_top = spread_load(shape, given.group_top, row, shape.num_groups, -jnp.inf)  # first: the rest waits for less then
-    pieces = lambda ref, other: padded_load(shape, ref, row, shape.num_blocks, other)  # noqa: E731
     own = row_of(shape, refs, row)
-    top, total = race.mass_of(pieces(given.top, -jnp.inf), pieces(given.total, 0.0), own.t)
+    top, total = race.mass_of(column_load(shape, given.top, row, -jnp.inf), column_load(shape, given.total, row, 0.0), own.t)
     own = own._replace(top=top, total=total)
     has_law = finishing.has_law(top, total)
     is_k, is_p = (has_law & on for on in prefix.is_on(own, shape.vocab))

@@ -62,7 +62,7 @@ class Shape(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Of the rows: `[rows, blocks]` and `[rows, groups]`."""
+    """Of the rows: `[blocks, rows]` and `[rows, groups]`; there may be more rows and groups than exist."""
 
     top: Any
     total: Any

@@ -6,11 +6,11 @@ arrays, XLA makes them and the first of these kernels follows:
     summarise   a program per block of a row: its mass, the largest logit of every group, one logit of every group as a sample
     settle      a program per row: if the groups with the largest logits hold what is kept, the draw; else, from the samples, a
                 gap between two logits in which the kept prefix is likely to end
-    sweep       a program per piece of a row that is not settled: the mass above that gap, and a list of the tokens in it
-    conclude    a program per row that is not settled: the end among the listed tokens. If the gap missed it, or where top_k and
-                top_p both need more than the largest groups, this searches the whole row
-    race_rest   a program per piece of a row that is not drawn: the race of the groups that keep a token; the last piece of a
-                row to be done draws
+    sweep       a program per piece of a row that is not drawn: the mass above that gap, the tokens in it, and bounds to what
+                its groups score
+    conclude    a program per row that is not drawn: the end among the listed tokens, and the draw, from the pieces that may
+                have the winner. If the gap missed the end, or where top_k and top_p both need more than the largest groups,
+                this searches the whole row
 
 What is kept is decided by the rules of `kept`; guesses cost time only. Two masses of top_p are float32 sums and not its
 integers, that of the whole row and that above the gap: its set is the one of `kept` to 1e-6 of p.
@@ -32,12 +32,11 @@ from pallas_kernels.tiles import TritonTiles
 from pallas_kernels.triton import operands
 from pallas_kernels.triton_finish import given, like
 from pallas_kernels.triton_gap import conclude, sweep
-from pallas_kernels.triton_kept import race_rest
 from pallas_kernels.triton_merge import pack
 from pallas_kernels.triton_prefix import FEW
 from pallas_kernels.triton_rows import block_of, pieces_each, put, row_of, scatter, split, tokens_at, tokens_of
 from pallas_kernels.triton_settle import settle
-from pallas_kernels.triton_shapes import IN_GAP, WARPS_TO_SETTLE, Inputs, Raced, Shape, State, Summary, Sweep
+from pallas_kernels.triton_shapes import WARPS_TO_CONCLUDE, WARPS_TO_SETTLE, Inputs, Shape, State, Summary, Sweep
 
 
 def summarise(*refs, shape: Shape, trees):
@@ -90,19 +89,17 @@ def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, mgpu=Non
     def of(kind, *size):
         return like(leaves, (rows, *size), kind)
 
-    def launch(kernel, programs, num_warps, arguments, outputs, is_last_shared=False):
-        """`is_last_shared`: the last argument is the last output, too."""
+    def launch(kernel, programs, num_warps, arguments, outputs):
         of_call, wanted = jax.tree.leaves(arguments), jax.tree.leaves(outputs)
         body = functools.partial(kernel, shape=shape, trees=tuple(map(jax.tree.structure, (*arguments, *outputs))))
         out = pl.pallas_call(body, grid=(programs,), out_shape=wanted, interpret=interpret,
-                             input_output_aliases={len(of_call) - 1: len(wanted) - 1} if is_last_shared else {},
                              compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=1),
                              name=f"gumbeljax_{kernel.__name__}")(*of_call)
         return jax.tree.unflatten(jax.tree.structure(outputs), out)
 
     number, row, last = of(i32), of(f32), Kept(of(i32), of(i32))
-    piece, count = of(f32, shape.num_pieces), of(i32, shape.num_pieces)
-    few, in_gap = of(i32, FEW), of(i32, shape.num_pieces * IN_GAP)
+    piece = of(f32, shape.num_pieces)
+    few = of(i32, FEW)
     token = Draw(number, row, row, row, row)
 
     if made is None:
@@ -113,12 +110,11 @@ def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, mgpu=Non
     else:
         summary = Summary(made.top, made.total, made.top if with_log_probs else None, made.model_total, made.group_top,
                           made.sample if shape.has_prefix else None)
-    state, settled, num_raced, *_ = launch(settle, rows, WARPS_TO_SETTLE, (inputs, summary), (
-        State(number, row, row, number, number, last), token, number, of(i32, shape.listed), few))
-    end, programs = state.end, pl.cdiv(rows * shape.num_pieces, pieces_each(shape, rows))
-    if shape.has_prefix:
-        swept, = launch(sweep, programs, 4, (inputs, state), (Sweep(count, count, count, in_gap),))
-        end, *_ = launch(conclude, rows, 16, (inputs, state, swept), (last, in_gap, few))
-    _, out, _ = launch(race_rest, programs, 4, (inputs, state, end, summary, settled, num_raced),
-                       (Raced(piece, piece, count, piece), token, number), is_last_shared=True)
+    state, settled, *_ = launch(settle, rows, WARPS_TO_SETTLE, (inputs, summary), (
+        State(number, row, row, number, number, last), token, of(i32, shape.listed), few))
+    searched = [of(i32, n) if shape.has_prefix else None for n in (shape.num_pieces, shape.num_pieces, shape.num_groups)]
+    swept, = launch(sweep, pl.cdiv(rows * shape.num_pieces, pieces_each(shape, rows)), 2, (inputs, summary, state),
+                    (Sweep(piece, piece, piece, *searched),))
+    end, out, *_ = launch(conclude, rows, WARPS_TO_CONCLUDE, (inputs, summary, state, settled, swept),
+                          (last, token, of(i32, shape.in_gap), few))
     return out, end

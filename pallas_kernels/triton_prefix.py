@@ -179,8 +179,9 @@ def is_on(row: Row, vocab: int):
 def undecided_span(samples, row: Row, by_count, lowest, vocab: int):
     """(low, high): logits between which the end of the prefix is likely to lie, from one logit of each group, of any shape.
 
-    What is dropped has nearly known mass: that of the samples below a logit, 16 times, has a standard deviation of at most
-    `sqrt(16 w mass)` for weights up to w. Of a count, where w is 1, the share that is not below takes its part away from it.
+    What is dropped has nearly known mass: that of the samples below a logit, 16 times, has about 16^2 times the sum of their
+    squares as its variance, to which one more sample is added lest there be none. Of a count, the share that is not below takes
+    its part away from it.
     """
     dropped = jnp.float32(0.0) if row.top_p is None else (1.0 - row.top_p) * row.total
     if row.top_k is not None:
@@ -188,9 +189,11 @@ def undecided_span(samples, row: Row, by_count, lowest, vocab: int):
     weights = jnp.where(by_count, 1.0, weight_of(samples, row))
 
     def below(value):
-        mass = noise.GROUP * jnp.sum(jnp.sum(jnp.where(samples < value, weights, 0.0), axis=0))
-        largest = jnp.where(by_count, jnp.maximum(1.0 - mass / vocab, 0.0), weight_of(value, row))
-        return mass, 3.5 * jnp.sqrt(noise.GROUP * largest * mass)
+        under = jnp.where(samples < value, weights, 0.0)
+        mass, squares = (noise.GROUP * jnp.sum(jnp.sum(a, axis=0)) for a in (under, noise.GROUP * under * under))
+        one = noise.GROUP * jnp.where(by_count, 1.0, weight_of(value, row))
+        rest = jnp.where(by_count, jnp.maximum(1.0 - mass / vocab, 0.0), 1.0)
+        return mass, 3.5 * jnp.sqrt(rest * (squares + one * one))
 
     def halve(_, ends):
         low, low_end, high_start, high = ends

@@ -29,7 +29,7 @@ from pallas_kernels.triton_shapes import DRAWN, IN_SPAN, SETTLED, WHOLE, Shape, 
 
 def settle(*refs, shape: Shape, trees):
     """One row: the end of its prefix, or where to look for it."""
-    refs, given, out, draw, num_raced, list_ref, few_ref = split(refs, trees)
+    refs, given, out, draw, list_ref, few_ref = split(refs, trees)
     row = pl.program_id(0)
     group_top = spread_load(shape, given.group_top, row, shape.num_groups, -jnp.inf)  # first: the rest waits for less then
     own = row_of(shape, refs, row)
@@ -94,7 +94,11 @@ def settle(*refs, shape: Shape, trees):
 
     none = lambda: Draw(jnp.int32(-1), *[jnp.float32(jnp.nan)] * 4)  # noqa: E731
     put(shape, draw, row, prefix.branch(is_drawn, drawn_here, none))
-    done = lambda: (jnp.where(is_drawn, jnp.int32(DRAWN), jnp.int32(SETTLED)), jnp.int32(0), jnp.int32(0))  # noqa: E731
+
+    def done():
+        least = kept.ordered_keys(jnp.float32(prefix.LEAST_FINITE))
+        return jnp.where(is_drawn, jnp.int32(DRAWN), jnp.int32(SETTLED)), least, least
+
     rest = guessed if shape.has_prefix else done
     kind, low, high = prefix.branch(is_drawn | ~(is_k | is_p), done, rest)
-    put(shape, (out, num_raced), row, (State(kind, top, total, low, high, found.end), jnp.int32(0)))
+    put(shape, out, row, State(kind, top, total, low, high, found.end))

@@ -190,7 +190,7 @@ def test_every_configuration_lowers(device, vocab, d_model, rows):
                 draw(Elementwise(0.5, 30.0, bias, mask), Filters(None, t, None), with_log_probs=True))
 
     text = lower(everything, device, h, w, words, number, count, bias, mask).as_text()
-    assert text.count("__gpu$xla.gpu.triton") >= 15 or text.count("triton") >= 15
+    assert text.count("__gpu$xla.gpu.triton") >= 12 or text.count("triton") >= 12
 
 
 def test_the_public_function_runs_them_on_a_gpu():

@@ -60,19 +60,19 @@ def sweep(*refs, shape: Shape, trees):
 
             def look():
                 weights = prefix.weight_of(x, own)
-                may_stay = lambda where: where if own.min_p is None else where & prefix.is_above(x, own)  # noqa: E731
-                sure, most = of_groups(may_stay(x >= over), weights), of_groups(may_stay(x >= low), weights)
+                is_over = x >= over
+                sure = of_groups(is_over if own.min_p is None else is_over & prefix.is_above(x, own), weights)
                 speed = jnp.where(own.t > 0.0, 1.0 / race.group_noise(own.keys, 0, first_ids, noise.exponential), 1.0)
                 best = lambda a: jnp.max(speed * jnp.where(own.t > 0.0, a, jnp.minimum(a, 1.0)))  # noqa: E731
-                scores = best(sure), best(most), jnp.sum(sure)
                 if not shape.has_prefix:
-                    return scores, (), ()
+                    return (best(sure), best(sure), jnp.sum(sure)), (), ()
                 # Loaded again: else what was compared before is kept, which takes more instructions than to compare once more.
-                again = lambda ref: kept.logits_of(shape.plt.load(ref.at[row], volatile=True))  # noqa: E731
-                bits_over, bits_low = (of_groups(x >= again(ref), bit) for ref in (state.high, state.low))
-                number = prefix.number(lax.population_count(bits_over)) if own.top_k is not None else jnp.int32(0)
-                mass = jnp.sum(sure if own.min_p is None else of_groups(x >= over, weights))
-                return scores, (number, mass), bits_low - bits_over
+                low, high = (kept.logits_of(shape.plt.load(ref.at[row], volatile=True)) for ref in (state.low, state.high))
+                bits = of_groups((x >= low) & (x < high), bit)
+                open_ = lax.population_count(bits).astype(jnp.float32) * jnp.minimum(prefix.weight_of(over, own), 1.0)
+                mass = jnp.sum(sure if own.min_p is None else of_groups(is_over, weights))
+                number = jnp.int32(0) if own.top_k is None else jnp.sum(of_groups(is_over, jnp.ones_like(bit)), dtype=jnp.int32)
+                return (best(sure), best(sure + open_), jnp.sum(sure)), (number, mass), bits
 
             def nothing():
                 none = jnp.float32(0.0)
@@ -124,21 +124,21 @@ def conclude(*refs, shape: Shape, trees):
         def in_gap():
             """Among the tokens that the sweep listed, if it is there; and what is kept of them."""
             bits = spread_load(shape, swept.bits, row, shape.num_groups, 0)
-            in_group = lax.population_count(bits)
-            of_lane = jnp.sum(in_group, axis=0, dtype=jnp.int32)
-            number = prefix.number(of_lane)
-            first_ids = noise.GROUP * spread_iota(shape.num_groups)
+            places, number = prefix.places_in_lanes([lax.population_count(x) for x in bits])
+            groups = spread_iota(shape.num_groups)
 
             def write_down(state):
                 """One token of each group that has any left."""
-                bits, places = state
-                lowest = bits & -bits
-                ids = first_ids + lax.population_count(lowest - 1)
-                scatter(shape, list_ref, row, places, ids, (bits != 0) & (places < shape.in_gap))
-                return bits ^ lowest, places + 1
+                left = []
+                for first, bits, place in zip(groups, *state, strict=True):
+                    lowest = bits & -bits
+                    ids = noise.GROUP * first + lax.population_count(lowest - 1)
+                    scatter(shape, list_ref, row, place, ids, (bits != 0) & (place < shape.in_gap))
+                    left.append((bits ^ lowest, place + 1))
+                return tuple(map(list, zip(*left, strict=True)))
 
-            starts = (prefix.cumsum(of_lane) - of_lane)[None] + lax.cumsum(in_group, axis=0) - in_group
-            lax.while_loop(lambda state: jnp.max(jnp.max(state[0], axis=0)) > 0, write_down, (bits, starts))
+            is_any = lambda state: jnp.max(prefix.in_lanes(jnp.max, jnp.maximum, state[0])) > 0  # noqa: E731
+            lax.while_loop(is_any, write_down, (bits, places))
             barrier(shape)
             place = lax.broadcasted_iota(jnp.int32, (shape.in_gap // noise.GROUP, noise.GROUP), 0) * noise.GROUP
             place += lax.broadcasted_iota(jnp.int32, place.shape, 1)

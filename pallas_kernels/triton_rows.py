@@ -138,18 +138,25 @@ def column_load(shape: Shape, ref, row, other):
 
 
 def spread_iota(size: int):
-    """`[n, LANES]`: 0, 1, ... to the next power of 2 of `size`. A thread has a column, and adds it up alone."""
-    size = pl.next_power_of_2(size)
-    lanes = min(LANES, size)
-    row, lane = (lax.broadcasted_iota(jnp.int32, (size // lanes, lanes), axis) for axis in range(2))
-    return row * lanes + lane
+    """Tiles `[n, LANES]`: 0, 1, ... to at least `size`. A thread has a column, and adds it up alone. Two tiles, whose sizes are
+    powers of two, often hold fewer numbers than one."""
+    whole = pl.next_power_of_2(size)
+    first = whole // 2
+    rest = max(LANES, pl.next_power_of_2(max(size - first, 1)))
+    sizes = (whole,) if first + rest >= whole else (first, rest)
+
+    def tile(start, size):
+        lanes = min(LANES, size)
+        row, lane = (lax.broadcasted_iota(jnp.int32, (size // lanes, lanes), axis) for axis in range(2))
+        return start + row * lanes + lane
+
+    return [tile(*x) for x in zip((0, first), sizes, strict=False)]
 
 
 def spread_load(shape: Shape, ref, row, size: int, other):
-    """As `padded_load`, of the shape of `spread_iota`."""
-    place = spread_iota(size)
+    """As `padded_load`, in tiles like those of `spread_iota`."""
     start = jnp.minimum(row, 0)  # 0; Triton cannot tell, gives a thread no four neighbours, and need not shuffle them later
-    return shape.plt.load(ref.at[row, start + place], mask=place < size, other=other)
+    return [shape.plt.load(ref.at[row, start + place], mask=place < size, other=other) for place in spread_iota(size)]
 
 
 def scatter(shape: Shape, ref, row, places, values, mask):

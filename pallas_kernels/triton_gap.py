@@ -31,7 +31,7 @@ from pallas_kernels.triton_rows import (
     tokens_at,
     tokens_of,
 )
-from pallas_kernels.triton_shapes import DRAWN, IN_SPAN, SETTLED, STREAMED, Raced, Shape
+from pallas_kernels.triton_shapes import DRAWN, IN_SPAN, SETTLED, STREAMED, WHOLE, Raced, Shape
 
 ROUNDING = 1e-3  # more than what float32 loses of a score; groups where weights vanish are too light to win
 
@@ -44,7 +44,7 @@ def sweep(*refs, shape: Shape, trees):
     refs, summary, state, out = split(refs, trees)
 
     def of_piece(row, kind, piece, groups, is_there):
-        @pl.when((kind == SETTLED) | (kind == IN_SPAN))
+        @pl.when(kind != WHOLE)
         def _():
             known = fetch(shape, state, row)
             own = row_of(shape, refs, row, known.top, known.total)

@@ -13,7 +13,7 @@ from pallas_kernels import triton_prefix as prefix
 from pallas_kernels.kept import Filters
 from pallas_kernels.logits import Elementwise, model_logits, processed_logits
 from pallas_kernels.triton_prefix import Row
-from pallas_kernels.triton_shapes import LANES, PROGRAMS, Inputs, Shape
+from pallas_kernels.triton_shapes import DRAWN, LANES, PROGRAMS, Inputs, Shape
 
 
 def split(refs, trees):
@@ -85,23 +85,35 @@ def pieces_each(shape: Shape, rows: int) -> int:
 
 
 def for_pieces(shape: Shape, kinds, f):
-    """`f(row, kind, piece, its groups, which to look at)` for the pieces of this program; `kinds` `[rows]` are loaded."""
+    """`f(row, kind, piece, its groups, which to look at)` for the pieces of this program of rows that are not drawn; `kinds`
+    `[rows]` are loaded."""
     rows = kinds.shape[0]
     each = pieces_each(shape, rows)
     first = pl.program_id(0) * each
+    kind_at = lambda program: shape.plt.load(kinds.at[lax.div(program, jnp.int32(shape.num_pieces))])  # noqa: E731
 
     def one(i, _=None):
         program = first + jnp.asarray(i, jnp.int32)
 
         @pl.when(program < rows * shape.num_pieces)
         def _():
-            row, *piece = piece_of(shape, program)
-            f(row, shape.plt.load(kinds.at[row]), *piece)
+            kind = kind_at(program)
+
+            @pl.when(kind != DRAWN)
+            def _():
+                row, *piece = piece_of(shape, program)
+                f(row, kind, *piece)
 
     if each == 1:
         one(0)
-    else:
+    elif each > shape.num_pieces:
         lax.fori_loop(0, each, one, None)
+    else:  # of one row, or the next one too
+        last = jnp.minimum(first + each, rows * shape.num_pieces) - 1
+
+        @pl.when((kind_at(first) != DRAWN) | (kind_at(last) != DRAWN))
+        def _():
+            lax.fori_loop(0, each, one, None)
 
 
 def row_of(shape: Shape, refs: Inputs, row, top: Any = None, total: Any = None) -> Row:

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import noise, race, triton_merge
 from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.logits import Elementwise, model_logits
-from pallas_kernels.mosaic_race import Tile, columns, logits_steps, mass_steps, race_steps, row_vector
+from pallas_kernels.mosaic_race import Tile, columns, logits_steps, mass_steps, race_steps, row_vector, store
 from pallas_kernels.tiles import MosaicTiles
 
 NUM_SMS = 132  # multiprocessors of an H100 or H200; another number is right too, and slower
@@ -237,9 +237,10 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
             def keep_logits(x, turn, g, *of_group):
                 group, size = place_of(turn) * (n // noise.GROUP) + g, noise.GROUP
                 raw_gmem, *groups_gmem = of_tiles_gmem
-                raw_gmem[pl.ds(first_row, m), pl.ds(group * size, size)] = x[:, g * size:(g + 1) * size]
+                part = x[:, g * size:(g + 1) * size]
+                store(mgpu, raw_gmem.at[pl.ds(first_row, m), pl.ds(group * size, size)], part)
                 for ref, value in zip(groups_gmem, of_group, strict=True):
-                    ref[pl.ds(first_row, m), group] = value
+                    store(mgpu, ref.at[pl.ds(first_row, m), group], value)
 
             def load_scales(first):
                 """The scales of a group, or None."""

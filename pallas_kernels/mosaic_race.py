@@ -47,6 +47,14 @@ def row_vector(mgpu, ref):
     return mgpu.layout_cast(mgpu.load(ref, layout=layout, optimized=False), layout)
 
 
+def store(mgpu, ref, value):
+    """Stores to global memory, parts of its lines too: jax 0.12 refuses these in an assignment, the only way before."""
+    if hasattr(mgpu, "store"):
+        mgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
 def finite(top):
     """`top`, or a finite number where it is -inf, so that `-inf - top` is -inf and not NaN. One instruction, where
     `race.finite_or_zero` takes two."""

@@ -159,8 +159,8 @@ def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None)
     rest = triton_dual.residual_draw, triton_dual.residual_mass, triton_search.search_rows
     machine = {"mgpu": None if _unavailable("mosaic", device) else _compat.pallas_mosaic(),
                "num_sms": device.cores or mosaic.NUM_SMS}
-    by_triton = Stages(*one, *(functools.partial(f, plt=plt) for f in rest),
-                       functools.partial(triton_filtered.draw, plt=plt, **machine))
+    filtered = functools.partial(triton_filtered.draw, plt=plt, **machine)
+    by_triton = Stages(*(*one, *(functools.partial(f, plt=plt) for f in rest), filtered))
     if implementation == "triton":
         return by_triton
     machine["tiles"] = tiles

@@ -59,7 +59,8 @@ def race_in_chunks(shape: Shape, refs, own: Row, end: Kept, row, is_wanted) -> R
         return after(chunk), *(jnp.where(better, a, b) for a, b in zip(new[:3], best[:3], strict=True)), best.total + new.total
 
     nobody = jnp.float32(-jnp.inf), jnp.float32(0.0), jnp.int32(race.NO_ID), jnp.float32(0.0)
-    return Raced(*lax.while_loop(lambda state: state[0] < shape.num_pieces, look, (after(-1), *nobody))[1:])
+    _, *best = lax.while_loop(lambda state: state[0] < shape.num_pieces, look, (after(-1), *nobody))
+    return Raced(*best)
 
 
 def in_winner(shape: Shape, refs, own: Row, end: Kept, summary: Summary, won: Raced, row) -> Draw:

@@ -320,7 +320,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                         mgpu.wgmma_wait(1)
                         release(j - 1)
 
-                    unrolled = min(steps, pace * (n // noise.GROUP + 4))
+                    unrolled = min(steps, pace * ((2 if wanted == "logits" else 1) * n // noise.GROUP + 4))
                     best: Any = ()
                     for j in range(unrolled):
                         issue(j)

@@ -63,7 +63,8 @@ def summarise(*refs, shape: Shape, trees):
 def is_by_mosaic(h, w, options, vocab: int, vocab_axis: int) -> bool:
     """Whether the Mosaic kernel makes and summarises the logits. It stores whole tiles of rows: for few, XLA is faster."""
     rows, padded = h.shape[0], (h.shape[0] + 256) * (vocab + 2**16)
-    return w is not None and 32 < rows <= 4096 and padded < 2**31 and mosaic.why_not(h, w, options, vocab_axis) is None
+    return (w is not None and h.dtype == w.dtype and 32 < rows <= 4096 and padded < 2**31
+            and mosaic.why_not(h, w, options, vocab_axis) is None)
 
 
 def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, mgpu=None, num_sms=mosaic.NUM_SMS, vocab, vocab_axis=0,

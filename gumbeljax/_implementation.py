@@ -156,11 +156,14 @@ def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None)
     plt = _compat.pallas_triton()
     one = (functools.partial(f, plt=plt, tiles=tiles if implementation == "triton" else None)
            for f in (triton.draw, triton.piece, triton.stage1_mass, triton.stage1_groups, triton.scored_piece))
-    rest = triton_dual.residual_draw, triton_dual.residual_mass, triton_search.search_rows, triton_filtered.draw
-    by_triton = Stages(*one, *(functools.partial(f, plt=plt) for f in rest))
+    rest = triton_dual.residual_draw, triton_dual.residual_mass, triton_search.search_rows
+    machine = {"mgpu": None if _unavailable("mosaic", device) else _compat.pallas_mosaic(),
+               "num_sms": device.cores or mosaic.NUM_SMS}
+    filtered = functools.partial(triton_filtered.draw, plt=plt, **machine)
+    by_triton = Stages(*(*one, *(functools.partial(f, plt=plt) for f in rest), filtered))
     if implementation == "triton":
         return by_triton
-    machine = {"mgpu": _compat.pallas_mosaic(), "num_sms": device.cores or mosaic.NUM_SMS, "tiles": tiles}
+    machine["tiles"] = tiles
     return by_triton._replace(draw=functools.partial(mosaic.draw, plt=plt, **machine),
                               piece=functools.partial(mosaic.piece, plt=plt, **machine),
                               scored_piece=functools.partial(mosaic.scored_piece, plt=plt, **machine),

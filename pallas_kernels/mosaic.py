@@ -9,7 +9,7 @@ elementwise options that are constants of the model.
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import noise, race, triton_merge
 from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.logits import Elementwise, model_logits
-from pallas_kernels.mosaic_race import Tile, columns, mass_steps, race_steps, row_vector
+from pallas_kernels.mosaic_race import Tile, columns, logits_steps, mass_steps, race_steps, row_vector, store
 from pallas_kernels.tiles import MosaicTiles
 
 NUM_SMS = 132  # multiprocessors of an H100 or H200; another number is right too, and slower
@@ -105,10 +105,11 @@ def last(steps: Iterator, value: Any = None) -> Any:
 
 def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_model, tiles, num_sms, sample=0,
            with_scores=False):
-    """Runs the kernel; the leaves of a race (high, low, top, total[, model total], winner) or a mass (top, total, argmax), each
-    `[pieces of the vocabulary, rows and padding]`, and after a race the model logits of each winning group
-    `[pieces, rows, 16]`. `with_scores`: then also the leaves of `race.Scores`, a tile being the `tiles.vocab` ids of a
-    warpgroup.
+    """Runs the kernel; the leaves of a race (high, low, top, total[, model total], winner), of a mass (top, total, argmax), or
+    of logits (top, total[, model total]), each `[pieces of the vocabulary, rows and padding]`. After a race, the model logits
+    of each winning group `[pieces, rows, 16]`, and `with_scores` also the leaves of `race.Scores`, a tile being the
+    `tiles.vocab` ids of a warpgroup. After logits, the raw ones `[rows and padding, ids and padding]`, and of each group the
+    largest processed one and that of `sample_of`, `[rows and padding, groups and padding]`.
 
     A program keeps one tile of rows and walks over every n-th tile of the vocabulary. Its third warpgroup fetches ahead, over
     the ends of tiles too; the other two draw from the logits of one tile while the tensor cores make those of the next.
@@ -133,6 +134,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     cta_m, cta_n = (wgs * m, n) if tiles.split_rows else (m, wgs * n)
     row_tiles, vocab_tiles, steps = pl.cdiv(num_rows, cta_m * pair) * pair, pl.cdiv(vocab, cta_n), d_model // k
     if row_tiles > num_sms:
+        if wanted == "logits":
+            raise ValueError(f"h must have at most {num_sms * cta_m} rows where logits are stored; got {num_rows}.")
         whole = row_tiles // pair // 2 * pair * cta_m
         parts = [launch(h[part], w, keys and tuple(x[part] for x in keys), t[part], options, mgpu=mgpu, wanted=wanted,
                         vocab=vocab, vocab_axis=vocab_axis, with_model=with_model, tiles=tiles, num_sms=num_sms, sample=sample,
@@ -150,7 +153,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     kept = m if tiles.split_rows else h_rows  # rows of a warpgroup whose results are stored: of few, those lie close together
     rows = row_tiles * (wgs * m if tiles.split_rows else kept)
     vectors = triton_merge.pack(t, keys if wanted == "race" else ())
-    num_floats = 2 if wanted == "mass" else 4 + with_model
+    num_floats = {"race": 4 + with_model, "mass": 2, "logits": 2 + with_model}[wanted]
 
     def buffer(shape, dtype=h.dtype, slots=slots):
         swizzle = mgpu.find_swizzle(shape[1] * jnp.dtype(dtype).itemsize * 8)
@@ -167,20 +170,24 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         if tiles.split_rows:
             scratch["all_converted"] = mgpu.Barrier(num_arrivals=wgs, num_barriers=buffers(True))
         scales = [jnp.pad(options.weight_scale, (0, (vocab_tiles + twins - 1) * cta_n - vocab))]
-    out_type = [jax.ShapeDtypeStruct((walkers if tiles.split_rows else 2 * walkers, rows), dtype)
-                for dtype in (jnp.float32,) * num_floats + (jnp.int32,)]
+    out_type = [jax.ShapeDtypeStruct((walkers if tiles.split_rows else 2 * walkers, rows), jnp.float32)] * num_floats
+    if wanted != "logits":
+        out_type.append(jax.ShapeDtypeStruct(out_type[0].shape, jnp.int32))
     if wanted == "race":
         out_type.append(jax.ShapeDtypeStruct((*out_type[0].shape, noise.GROUP), jnp.float32))
     if not tiles.split_rows:  # of few rows not all that were multiplied are stored
         scratch["results"] = [mgpu.SMEM((wgs, m, *x.shape[2:]), x.dtype) for x in out_type]
+    num_merged = len(out_type)  # of each walker; what follows is of each tile
+    all_rows, all_ids = row_tiles * cta_m, pl.cdiv(vocab_tiles, walkers) * walkers * cta_n
     if with_scores:
-        turns = pl.cdiv(vocab_tiles, walkers)
-        out_type += [jax.ShapeDtypeStruct((turns * walkers * cta_n // n, row_tiles * cta_m), jnp.float32)] * 2
+        out_type += [jax.ShapeDtypeStruct((all_ids // n, all_rows), jnp.float32)] * 2
+    if wanted == "logits":
+        out_type += [jax.ShapeDtypeStruct((all_rows, all_ids // size), jnp.float32) for size in (1, noise.GROUP, noise.GROUP)]
 
     def kernel(h_gmem, w_gmem, vectors_gmem, *out_gmem, h_smem, w_smem, filled, emptied, results=(), converted=None,
                all_converted=None):
         scale_gmem, *out_gmem = out_gmem if quantized else (None, *out_gmem)
-        out_gmem, scores_gmem = (out_gmem[:-2], out_gmem[-2:]) if with_scores else (out_gmem, ())
+        out_gmem, of_tiles_gmem = out_gmem[:num_merged], out_gmem[num_merged:]
         wg, program = lax.axis_index("wg"), lax.axis_index("program")
         row_tile = lax.rem(program, row_tiles // pair) * pair + (lax.axis_index("pair") if pair > 1 else 0)
         first_walker = lax.div(program, row_tiles // pair) * twins
@@ -219,11 +226,21 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
             my_vocab = slice(None) if tiles.split_rows else pl.ds(wg * n, n)
             row_layout = mgpu.Layout.WGMMA.reduce(1)
 
+            def place_of(turn):
+                """The number of a tile. The one before the first is empty: what it leaves is overwritten by the first."""
+                return (walker + jnp.maximum(turn, 0) * walkers) * (cta_n // n) + (0 if tiles.split_rows else wg)
+
             def keep_scores(turn, *scores):
-                # The tile before the first is empty: what it leaves is overwritten by the first.
-                place = (walker + jnp.maximum(turn, 0) * walkers) * (cta_n // n) + (0 if tiles.split_rows else wg)
-                for ref, value in zip(scores_gmem, scores, strict=True):
-                    ref[place, pl.ds(first_row, m)] = value
+                for ref, value in zip(of_tiles_gmem, scores, strict=True):
+                    ref[place_of(turn), pl.ds(first_row, m)] = value
+
+            def keep_logits(x, turn, g, *of_group):
+                group, size = place_of(turn) * (n // noise.GROUP) + g, noise.GROUP
+                raw_gmem, *groups_gmem = of_tiles_gmem
+                part = x[:, g * size:(g + 1) * size]
+                store(mgpu, raw_gmem.at[pl.ds(first_row, m), pl.ds(group * size, size)], part)
+                for ref, value in zip(groups_gmem, of_group, strict=True):
+                    store(mgpu, ref.at[pl.ds(first_row, m), group], value)
 
             def load_scales(first):
                 """The scales of a group, or None."""
@@ -268,6 +285,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                 my_t, scale = (lax.bitcast_convert_type(v, jnp.float32) for v in mine[:2])
                 if wanted == "mass":
                     steps_of_tile = mass_steps(tile, scale, best)
+                elif wanted == "logits":
+                    steps_of_tile = logits_steps(tile, scale, best, functools.partial(keep_logits, x, turn))
                 else:
                     keep = functools.partial(keep_scores, turn) if with_scores else None
                     steps_of_tile = race_steps(mgpu, tile, my_t, scale, mine[2:], sample, best, keep)
@@ -301,7 +320,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                         mgpu.wgmma_wait(1)
                         release(j - 1)
 
-                    unrolled = min(steps, pace * (n // noise.GROUP + 4))
+                    unrolled = min(steps, pace * ((2 if wanted == "logits" else 1) * n // noise.GROUP + 4))
                     best: Any = ()
                     for j in range(unrolled):
                         issue(j)
@@ -324,8 +343,10 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
 
             vector = lambda value, dtype: mgpu.layout_cast(jnp.full((m,), value, dtype), row_layout)  # noqa: E731
             matrix = lambda value, width: mgpu.layout_cast(jnp.full((m, width), value), mgpu.Layout.WGMMA)  # noqa: E731
-            floats_of_nothing = (-jnp.inf, 0.0) if wanted == "mass" else (-jnp.inf, 0.0, -jnp.inf, 0.0, 0.0)[:num_floats]
-            nothing = *(vector(v, jnp.float32) for v in floats_of_nothing), vector(race.NO_ID, jnp.int32)
+            floats_of_nothing = (-jnp.inf, 0.0, -jnp.inf, 0.0, 0.0) if wanted == "race" else (-jnp.inf, 0.0, 0.0)
+            nothing = tuple(vector(v, jnp.float32) for v in floats_of_nothing[:num_floats])
+            if wanted != "logits":
+                nothing = *nothing, vector(race.NO_ID, jnp.int32)
             if wanted == "race":
                 nothing = *nothing, matrix(0.0, noise.GROUP)
             x, *best = lax.fori_loop(0, num_tiles, multiply_tile, (matrix(-jnp.inf, n), *nothing))
@@ -382,6 +403,26 @@ def scored_piece(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, samp
 def draw(*arguments, **options) -> Draw:
     """As `xla.draw`; arguments as in `piece`."""
     return piece(*arguments, **options).draw
+
+
+class Logits(NamedTuple):
+    """Stored logits, and what is known about their groups and rows; rows and ids may be padded."""
+
+    raw: Any  # [rows, ids]
+    group_top: Any  # [rows, groups]: the largest processed logit
+    sample: Any  # [rows, groups]: that of `sample_of`
+    top: Any  # [pieces of the vocabulary, rows]
+    total: Any  # sum exp((l - top) / T)
+    model_total: Any  # sum exp(l - top), or None
+
+
+def stage1_logits(h, w, t, options=Elementwise(), *, mgpu, vocab, vocab_axis=0, with_model=False, tiles=None,
+                  num_sms=NUM_SMS) -> Logits:
+    """The logits, for whoever looks for the kept set of filters."""
+    top, total, *model, raw, group_top, sample = launch(
+        h, w, None, t, options, mgpu=mgpu, wanted="logits", vocab=vocab, vocab_axis=vocab_axis, with_model=with_model,
+        tiles=tiles, num_sms=num_sms)
+    return Logits(raw, group_top, sample, top, total, model[0] if with_model else None)
 
 
 def stage1_mass(h, w, t, options=Elementwise(), *, mgpu, plt, vocab, vocab_axis=0, precision=None, tiles=None,

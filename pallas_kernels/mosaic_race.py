@@ -26,6 +26,11 @@ class Tile(NamedTuple):
     first_id: Any
 
 
+def sample_of(group):
+    """Which logit of a group stands for it in a sample of the row: any other one in the next group."""
+    return (5 * (group + (group >> 4))) & (noise.GROUP - 1)
+
+
 def columns(shape):
     """The number of its column at every entry."""
     return lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -40,6 +45,14 @@ def row_vector(mgpu, ref):
     """Loads `[rows]`."""
     layout = mgpu.Layout.WGMMA.reduce(1)
     return mgpu.layout_cast(mgpu.load(ref, layout=layout, optimized=False), layout)
+
+
+def store(mgpu, ref, value):
+    """Stores to global memory, parts of its lines too: jax 0.12 refuses these in an assignment, the only way before."""
+    if hasattr(mgpu, "store"):
+        mgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def finite(top):
@@ -129,3 +142,27 @@ def mass_steps(tile: Tile, scale, best):
     best_id = jnp.where(first > 0, tile.first_id + end - first, race.NO_ID)
     new_top, (total,) = merged_totals(old_top, top, [old_total], [jnp.sum(total, axis=1)], [scale])
     yield new_top, total, jnp.where(top > old_top, best_id, old_id)
+
+
+def logits_steps(tile: Tile, scale, best, keep):
+    """Adds the mass of a tile to `best`, row vectors (top, total[, model total]), as `mass_steps`; `keep(g, top, sample)` is
+    given of every group its largest logit and that of `sample_of`. A generator as `race_steps`."""
+    old_top, *old_totals = best
+    shape = (scale.shape[0], noise.GROUP)
+    column, spread, groups = columns(shape), over(shape), range(tile.num_groups)
+    scales = [scale, jnp.full_like(scale, LOG2_E)][:len(old_totals)]
+    tops = []
+    for g in groups:
+        x = tile.group(g)
+        tops.append(jnp.max(x, axis=1))
+        chosen = sample_of(lax.div(tile.first_id, jnp.int32(noise.GROUP)) + g)
+        keep(g, tops[-1], jnp.max(jnp.where(column == chosen, x, -jnp.inf), axis=1))
+        yield
+    top = functools.reduce(jnp.maximum, tops)
+    totals = [jnp.zeros(shape, jnp.float32) for _ in scales]
+    for g in groups:
+        below = tile.group(g) - spread(finite(top))
+        totals = [total + jnp.exp2(below * spread(factor)) for total, factor in zip(totals, scales, strict=True)]
+        yield
+    top, totals = merged_totals(old_top, top, old_totals, [jnp.sum(total, axis=1) for total in totals], scales)
+    yield top, *totals

@@ -105,11 +105,11 @@ def global_ids(keys, ids):
     return ids + keys[2] if len(keys) > 2 else ids
 
 
-def group_noise(keys, sample, first_ids):
-    """Gumbel noise of groups: keys = (word 0, word 1[, first id of the shard]), uint32 `[rows]`; first_ids int32
+def group_noise(keys, sample, first_ids, kind=noise.gumbel):
+    """Noise of groups: keys = (word 0, word 1[, first id of the shard]), uint32 `[rows]`; first_ids int32
     `[groups, 1]` or `[groups, rows]`."""
     stream = noise.stream(noise.DRAW, sample, noise.GROUP_LEVEL)
-    return noise.gumbel(keys[0], keys[1], stream, global_ids(keys, first_ids))
+    return kind(keys[0], keys[1], stream, global_ids(keys, first_ids))
 
 
 def mass_of(top, total, t):

@@ -1,14 +1,16 @@
-"""Draws under filters on NVIDIA GPUs: XLA's product leaves the logits, five small kernels do the rest, and nothing is
-sorted.
+"""Draws under filters on NVIDIA GPUs: a product leaves the logits, a few small kernels do the rest, and nothing is sorted.
+
+On Hopper the kernel of `mosaic` makes the logits, and summarises them meanwhile; elsewhere, of few rows, and where options are
+arrays, XLA makes them and the first of these kernels follows:
 
     summarise   a program per block of a row: its mass, the largest logit of every group, one logit of every group as a sample
     settle      a program per row: if the groups with the largest logits hold what is kept, the draw; else, from the samples, a
                 gap between two logits in which the kept prefix is likely to end
-    sweep       a program per piece of a row that is not settled: the mass above that gap, and a list of the tokens in it
-    conclude    a program per row that is not settled: the end among the listed tokens. If the gap missed it, or where top_k and
-                top_p both need more than the largest groups, this searches the whole row
-    race_rest   a program per piece of a row that is not drawn: the race of the groups that keep a token; the last piece of a
-                row to be done draws
+    sweep       a program per piece of a row that is not drawn: the mass above that gap, the tokens in it, and bounds to what
+                its groups score
+    conclude    a program per row that is not drawn: the end among the listed tokens, and the draw, from the pieces that may
+                have the winner. If the gap missed the end, or where top_k and top_p both need more than the largest groups,
+                this searches the whole row
 
 What is kept is decided by the rules of `kept`; guesses cost time only. Two masses of top_p are float32 sums and not its
 integers, that of the whole row and that above the gap: its set is the one of `kept` to 1e-6 of p.
@@ -20,21 +22,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import noise, race
+from pallas_kernels import mosaic, noise, race
 from pallas_kernels import triton_prefix as prefix
 from pallas_kernels.finish import Draw
 from pallas_kernels.kept import Filters, Kept
 from pallas_kernels.logits import Elementwise
+from pallas_kernels.mosaic_race import sample_of
 from pallas_kernels.tiles import TritonTiles
 from pallas_kernels.triton import operands
 from pallas_kernels.triton_finish import given, like
 from pallas_kernels.triton_gap import conclude, sweep
-from pallas_kernels.triton_kept import race_rest
 from pallas_kernels.triton_merge import pack
 from pallas_kernels.triton_prefix import FEW
 from pallas_kernels.triton_rows import block_of, pieces_each, put, row_of, scatter, split, tokens_at, tokens_of
 from pallas_kernels.triton_settle import settle
-from pallas_kernels.triton_shapes import IN_GAP, WARPS_TO_SETTLE, Inputs, Raced, Shape, State, Summary, Sweep
+from pallas_kernels.triton_shapes import WARPS_TO_CONCLUDE, WARPS_TO_SETTLE, Inputs, Shape, State, Summary, Sweep
 
 
 def summarise(*refs, shape: Shape, trees):
@@ -46,23 +48,38 @@ def summarise(*refs, shape: Shape, trees):
     group_top = jnp.max(x, axis=1)
     top = jnp.max(group_top)
     own = own._replace(top=top)
-    put(shape, (out.top, out.total), (row, block), (top, jnp.sum(prefix.weight_of(x, own))))
+    put(shape, (out.top, out.total), (block, row), (top, jnp.sum(prefix.weight_of(x, own))))
     if shape.with_model:
         top = jnp.max(model)
         total = jnp.sum(jnp.exp(model - race.finite_or_zero(top)))
-        put(shape, (out.model_top, out.model_total), (row, block), (top, total))
+        put(shape, (out.model_top, out.model_total), (block, row), (top, total))
     scatter(shape, out.group_top, row, groups, group_top, is_there)
     if shape.has_prefix:
-        ids = noise.GROUP * groups + ((5 * (groups + (groups >> 4))) & (noise.GROUP - 1))
+        ids = noise.GROUP * groups + sample_of(groups)
         sample = tokens_at(shape, refs, row, jnp.minimum(ids, shape.vocab - 1), ids < shape.vocab)[1]
         scatter(shape, out.sample, row, groups, sample, is_there)
 
 
-def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, vocab, vocab_axis=0, precision=None,
-         with_log_probs=False, interpret=False) -> tuple[Draw, Kept]:
-    """As `filtered.draw` for one token per row; and the last token of the prefix that top_k and top_p keep. Leaves `[rows]`."""
-    raw, _ = operands(h, w, TritonTiles(stored=True), vocab=vocab, vocab_axis=vocab_axis, precision=precision)
-    rows = raw.shape[0]
+def is_by_mosaic(h, w, options, vocab: int, vocab_axis: int) -> bool:
+    """Whether the Mosaic kernel makes and summarises the logits. It stores whole tiles of rows: for few, XLA is faster."""
+    rows, padded = h.shape[0], (h.shape[0] + 256) * (vocab + 2**16)
+    return (w is not None and h.dtype == w.dtype and 32 < rows <= 4096 and padded < 2**31
+            and mosaic.why_not(h, w, options, vocab_axis) is None)
+
+
+def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, mgpu=None, num_sms=mosaic.NUM_SMS, vocab, vocab_axis=0,
+         precision=None, with_log_probs=False, interpret=False) -> tuple[Draw, Kept]:
+    """As `filtered.draw` for one token per row; and the last token of the prefix that top_k and top_p keep. Leaves `[rows]`.
+
+    `mgpu`: jax's Mosaic GPU module, where the GPU is one for it.
+    """
+    rows, made = h.shape[0], None
+    if mgpu is not None and is_by_mosaic(h, w, options, vocab, vocab_axis):
+        made = mosaic.stage1_logits(h, w, t, options, mgpu=mgpu, vocab=vocab, vocab_axis=vocab_axis, with_model=with_log_probs,
+                                    num_sms=num_sms)
+        raw = made.raw
+    else:
+        raw, _ = operands(h, w, TritonTiles(stored=True), vocab=vocab, vocab_axis=vocab_axis, precision=precision)
     on = {name: x for name, x in filters._asdict().items() if x is not None}
     shape = Shape(plt, vocab, options.scale, options.soft_cap, tuple(options.dense()), len(keys), tuple(on), with_log_probs,
                   interpret)
@@ -73,31 +90,32 @@ def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, vocab, v
     def of(kind, *size):
         return like(leaves, (rows, *size), kind)
 
-    def launch(kernel, programs, num_warps, arguments, outputs, is_last_shared=False):
-        """`is_last_shared`: the last argument is the last output, too."""
+    def launch(kernel, programs, num_warps, arguments, outputs):
         of_call, wanted = jax.tree.leaves(arguments), jax.tree.leaves(outputs)
         body = functools.partial(kernel, shape=shape, trees=tuple(map(jax.tree.structure, (*arguments, *outputs))))
         out = pl.pallas_call(body, grid=(programs,), out_shape=wanted, interpret=interpret,
-                             input_output_aliases={len(of_call) - 1: len(wanted) - 1} if is_last_shared else {},
                              compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=1),
                              name=f"gumbeljax_{kernel.__name__}")(*of_call)
         return jax.tree.unflatten(jax.tree.structure(outputs), out)
 
     number, row, last = of(i32), of(f32), Kept(of(i32), of(i32))
-    piece, count = of(f32, shape.num_pieces), of(i32, shape.num_pieces)
-    block, group = of(f32, shape.num_blocks), of(f32, shape.num_groups)
-    few, in_gap = of(i32, FEW), of(i32, shape.num_pieces * IN_GAP)
+    piece = of(f32, shape.num_pieces)
+    few = of(i32, FEW)
     token = Draw(number, row, row, row, row)
 
-    model = block if with_log_probs else None
-    summary = Summary(block, block, model, model, group, group if shape.has_prefix else None)
-    summary, = launch(summarise, rows * shape.num_blocks, 4, (inputs,), (summary,))
-    state, settled, num_raced, *_ = launch(settle, rows, WARPS_TO_SETTLE, (inputs, summary), (
-        State(number, row, row, number, number, last), token, number, of(i32, shape.listed), few))
-    end, programs = state.end, pl.cdiv(rows * shape.num_pieces, pieces_each(shape, rows))
-    if shape.has_prefix:
-        swept, = launch(sweep, programs, 4, (inputs, state), (Sweep(count, count, count, in_gap),))
-        end, *_ = launch(conclude, rows, 16, (inputs, state, swept), (last, in_gap, few))
-    _, out, _ = launch(race_rest, programs, 4, (inputs, state, end, summary, settled, num_raced),
-                       (Raced(piece, piece, count, piece), token, number), is_last_shared=True)
+    if made is None:
+        block, group = like(leaves, (shape.num_blocks, rows), f32), of(f32, shape.num_groups)
+        model = block if with_log_probs else None
+        summary = Summary(block, block, model, model, group, group if shape.has_prefix else None)
+        summary, = launch(summarise, rows * shape.num_blocks, 4, (inputs,), (summary,))
+    else:
+        summary = Summary(made.top, made.total, made.top if with_log_probs else None, made.model_total, made.group_top,
+                          made.sample if shape.has_prefix else None)
+    state, settled, *_ = launch(settle, rows, WARPS_TO_SETTLE, (inputs, summary), (
+        State(number, row, row, number, number, last), token, of(i32, shape.listed), few))
+    searched = [of(i32, n) if shape.has_prefix else None for n in (shape.num_pieces, shape.num_pieces, shape.num_groups)]
+    swept, = launch(sweep, pl.cdiv(rows * shape.num_pieces, pieces_each(shape, rows)), 2, (inputs, summary, state),
+                    (Sweep(piece, piece, piece, *searched),))
+    end, out, *_ = launch(conclude, rows, WARPS_TO_CONCLUDE, (inputs, summary, state, settled, swept),
+                          (last, token, of(i32, shape.in_gap), few))
     return out, end

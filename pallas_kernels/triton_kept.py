@@ -2,16 +2,15 @@
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
-from pallas_kernels import filtered, kept, noise, race
+from pallas_kernels import filtered, noise, race
 from pallas_kernels import finish as finishing
 from pallas_kernels import triton_prefix as prefix
 from pallas_kernels.finish import Draw
 from pallas_kernels.kept import Kept
 from pallas_kernels.triton_prefix import Row
-from pallas_kernels.triton_rows import barrier, fetch, for_pieces, padded_load, put, row_of, split, tokens_at, tokens_of
-from pallas_kernels.triton_shapes import DRAWN, Raced, Shape, Summary
+from pallas_kernels.triton_rows import column_load, groups_from, tokens_at, tokens_of
+from pallas_kernels.triton_shapes import Raced, Shape, Summary
 
 
 def kept_of(x, ids, own: Row, end: Kept):
@@ -35,8 +34,8 @@ def drawn(shape: Shape, own: Row, raced: Raced, summary: Summary, row, ids, mode
     won = race.Race(*(a[None] for a in (raced.high, raced.low, raced.winner, own.top, kept_total)))
     mass, t = None, own.t[None]
     if shape.with_model:
-        model_top = padded_load(shape, summary.model_top, row, shape.num_blocks, -jnp.inf)
-        model_total = padded_load(shape, summary.model_total, row, shape.num_blocks, 0.0)
+        model_top = column_load(shape, summary.model_top, row, -jnp.inf)
+        model_total = column_load(shape, summary.model_total, row, 0.0)
         model_top, model_total = race.mass_of(model_top, model_total, jnp.float32(1.0))
         mass = race.Mass(model_top[None], None, model_total[None])
     keys = tuple(key[None] for key in own.keys)
@@ -46,48 +45,27 @@ def drawn(shape: Shape, own: Row, raced: Raced, summary: Summary, row, ids, mode
     return Draw(*(a.reshape(()) for a in draw))
 
 
-def in_winner(shape: Shape, refs, state, end, summary: Summary, raced: Raced, row) -> Draw:
-    """The draw of a row whose pieces have raced."""
-    pieces = lambda ref, other: padded_load(shape, ref, row, shape.num_pieces, other)  # noqa: E731
-    top, total, last = fetch(shape, (state.top, state.total, end), row)
-    own = row_of(shape, refs, row, top, total)
-    best = race.best_score(pieces(raced.high, -jnp.inf), pieces(raced.low, 0.0), pieces(raced.winner, race.NO_ID))
-    won = Raced(*best, jnp.sum(pieces(raced.total, 0.0)))
+def race_in_chunks(shape: Shape, refs, own: Row, end: Kept, row, is_wanted) -> Raced:
+    """The race over the chunks of a row that hold a piece that `is_wanted`, `[pieces and padding]`."""
+    chunks = lax.div(lax.broadcasted_iota(jnp.int32, is_wanted.shape, 0), jnp.int32(shape.chunk // shape.piece))
+    after = lambda chunk: jnp.min(jnp.where(is_wanted & (chunks > chunk), chunks, shape.num_pieces))  # noqa: E731
+
+    def look(state):
+        chunk, best = state[0], Raced(*state[1:])
+        groups, is_there = groups_from(chunk * shape.chunk, shape.chunk, shape.num_groups)
+        ids, _, x = tokens_of(shape, refs, row, groups, is_there)
+        new = race_of(own, end, jnp.max(x, axis=1), ids, x, noise.GROUP * groups)
+        better = (new.high > best.high) | ((new.high == best.high) & (new.low > best.low))  # of equals, the first
+        return after(chunk), *(jnp.where(better, a, b) for a, b in zip(new[:3], best[:3], strict=True)), best.total + new.total
+
+    nobody = jnp.float32(-jnp.inf), jnp.float32(0.0), jnp.int32(race.NO_ID), jnp.float32(0.0)
+    _, *best = lax.while_loop(lambda state: state[0] < shape.num_pieces, look, (after(-1), *nobody))
+    return Raced(*best)
+
+
+def in_winner(shape: Shape, refs, own: Row, end: Kept, summary: Summary, won: Raced, row) -> Draw:
+    """The draw of a row that has raced."""
     first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
     ids = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP,), 0)
     model, x = tokens_at(shape, refs, row, jnp.minimum(ids, shape.vocab - 1), ids < shape.vocab)
-    return drawn(shape, own, won, summary, row, ids, model, jnp.where(kept_of(x, ids, own, last), x, -jnp.inf))
-
-
-def race_rest(*refs, shape: Shape, trees):
-    """Pieces of rows that are not drawn yet: the race of their groups over the kept tokens. The last piece of a row draws."""
-    refs, state, end, summary, settled, _, out, draw, num_raced = split(refs, trees)
-
-    def of_piece(row, kind, piece, groups, is_there):
-        @pl.when((kind == DRAWN) & (piece == 0))
-        def _():
-            put(shape, draw, row, fetch(shape, settled, row))
-
-        @pl.when(kind != DRAWN)
-        def _():
-            top, total, last = fetch(shape, (state.top, state.total, end), row)
-            own = row_of(shape, refs, row, top, total)
-            group_top = jnp.where(is_there, shape.plt.load(summary.group_top.at[row, groups]), -jnp.inf)
-            may_win = (kept.ordered_keys(group_top) >= last.key) & prefix.is_above(group_top, own)
-            ids, _model, x = tokens_of(shape, refs, row, groups, is_there)  # not in the branch: so all are fetched at once
-
-            def raced():
-                first_ids = noise.GROUP * jnp.where(may_win, groups, 0)  # from a load: so each thread makes noise of its own
-                return race_of(own, last, group_top, ids, x, first_ids)
-
-            def nobody():
-                return Raced(jnp.float32(-jnp.inf), jnp.float32(0.0), jnp.int32(race.NO_ID), jnp.float32(0.0))
-
-            put(shape, out, (row, piece), prefix.branch(jnp.max(may_win.astype(jnp.int32)) > 0, raced, nobody))
-            barrier(shape)
-
-            @pl.when(shape.plt.atomic_add(num_raced, (row,), jnp.int32(1)) == shape.num_pieces - 1)
-            def _():
-                put(shape, draw, row, in_winner(shape, refs, state, end, summary, out, row))
-
-    for_pieces(shape, state.kind, of_piece)
+    return drawn(shape, own, won, summary, row, ids, model, jnp.where(kept_of(x, ids, own, end), x, -jnp.inf))

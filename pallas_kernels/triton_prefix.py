@@ -4,6 +4,7 @@ The rules and the integers are those of `kept`, but for the mass of a whole row,
 is that of `kept` to 1e-6 of p.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -77,6 +78,21 @@ def branch(condition, a, b):
 def number(x):
     """Sum of a tile to an int32 scalar."""
     return jnp.sum(x, dtype=jnp.int32)
+
+
+def in_lanes(reduce, join, tiles):
+    """Tiles `[n, lanes]` reduced to `[lanes]`."""
+    return functools.reduce(join, (reduce(tile, axis=0) for tile in tiles))
+
+
+def places_in_lanes(counts):
+    """(how many come before each of the things counted, for tiles `[n, lanes]`; how many there are): lane after lane."""
+    of_lane = in_lanes(functools.partial(jnp.sum, dtype=jnp.int32), jnp.add, counts)
+    before, places = cumsum(of_lane) - of_lane, []
+    for tile in counts:
+        places.append(before[None] + lax.cumsum(tile, axis=0) - tile)
+        before += jnp.sum(tile, axis=0, dtype=jnp.int32)
+    return places, number(of_lane)
 
 
 def cumsum(x):
@@ -177,20 +193,24 @@ def is_on(row: Row, vocab: int):
 
 
 def undecided_span(samples, row: Row, by_count, lowest, vocab: int):
-    """(low, high): logits between which the end of the prefix is likely to lie, from one logit of each group, of any shape.
+    """(low, high): logits between which the end of the prefix is likely to lie, from one logit of each group, in tiles.
 
-    What is dropped has nearly known mass: that of the samples below a logit, 16 times, has a standard deviation of at most
-    `sqrt(16 w mass)` for weights up to w. Of a count, where w is 1, the share that is not below takes its part away from it.
+    What is dropped has nearly known mass: that of the samples below a logit, 16 times, has about 16^2 times the sum of their
+    squares as its variance, to which one more sample is added lest there be none. Of a count, the share that is not below takes
+    its part away from it.
     """
     dropped = jnp.float32(0.0) if row.top_p is None else (1.0 - row.top_p) * row.total
     if row.top_k is not None:
         dropped = jnp.where(by_count, (vocab - row.top_k).astype(jnp.float32), dropped)
-    weights = jnp.where(by_count, 1.0, weight_of(samples, row))
+    weights = [jnp.where(by_count, 1.0, weight_of(x, row)) for x in samples]
+    of_squares = [noise.GROUP * x * x for x in weights]
 
     def below(value):
-        mass = noise.GROUP * jnp.sum(jnp.sum(jnp.where(samples < value, weights, 0.0), axis=0))
-        largest = jnp.where(by_count, jnp.maximum(1.0 - mass / vocab, 0.0), weight_of(value, row))
-        return mass, 3.5 * jnp.sqrt(noise.GROUP * largest * mass)
+        under = lambda tiles: [jnp.where(x < value, y, 0.0) for x, y in zip(samples, tiles, strict=True)]  # noqa: E731
+        mass, squares = (noise.GROUP * jnp.sum(in_lanes(jnp.sum, jnp.add, under(y))) for y in (weights, of_squares))
+        one = noise.GROUP * jnp.where(by_count, 1.0, weight_of(value, row))
+        rest = jnp.where(by_count, jnp.maximum(1.0 - mass / vocab, 0.0), 1.0)
+        return mass, 3.5 * jnp.sqrt(rest * (squares + one * one))
 
     def halve(_, ends):
         low, low_end, high_start, high = ends

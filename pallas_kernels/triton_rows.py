@@ -13,7 +13,7 @@ from pallas_kernels import triton_prefix as prefix
 from pallas_kernels.kept import Filters
 from pallas_kernels.logits import Elementwise, model_logits, processed_logits
 from pallas_kernels.triton_prefix import Row
-from pallas_kernels.triton_shapes import LANES, PROGRAMS, Inputs, Shape
+from pallas_kernels.triton_shapes import DRAWN, LANES, PROGRAMS, Inputs, Shape
 
 
 def split(refs, trees):
@@ -85,23 +85,35 @@ def pieces_each(shape: Shape, rows: int) -> int:
 
 
 def for_pieces(shape: Shape, kinds, f):
-    """`f(row, kind, piece, its groups, which to look at)` for the pieces of this program; `kinds` `[rows]` are loaded."""
+    """`f(row, kind, piece, its groups, which to look at)` for the pieces of this program of rows that are not drawn; `kinds`
+    `[rows]` are loaded."""
     rows = kinds.shape[0]
     each = pieces_each(shape, rows)
     first = pl.program_id(0) * each
+    kind_at = lambda program: shape.plt.load(kinds.at[lax.div(program, jnp.int32(shape.num_pieces))])  # noqa: E731
 
     def one(i, _=None):
         program = first + jnp.asarray(i, jnp.int32)
 
         @pl.when(program < rows * shape.num_pieces)
         def _():
-            row, *piece = piece_of(shape, program)
-            f(row, shape.plt.load(kinds.at[row]), *piece)
+            kind = kind_at(program)
+
+            @pl.when(kind != DRAWN)
+            def _():
+                row, *piece = piece_of(shape, program)
+                f(row, kind, *piece)
 
     if each == 1:
         one(0)
-    else:
+    elif each > shape.num_pieces:
         lax.fori_loop(0, each, one, None)
+    else:  # of one row, or the next one too
+        last = jnp.minimum(first + each, rows * shape.num_pieces) - 1
+
+        @pl.when((kind_at(first) != DRAWN) | (kind_at(last) != DRAWN))
+        def _():
+            lax.fori_loop(0, each, one, None)
 
 
 def row_of(shape: Shape, refs: Inputs, row, top: Any = None, total: Any = None) -> Row:
@@ -130,19 +142,33 @@ def padded_load(shape: Shape, ref, row, size: int, other):
     return shape.plt.load(ref.at[row, place], mask=place < size, other=other)
 
 
+def column_load(shape: Shape, ref, row, other):
+    """`[next power of 2]`: the column of a row in `[blocks, rows]`."""
+    size = ref.shape[0]
+    place = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(size),), 0)
+    return shape.plt.load(ref.at[place, row], mask=place < size, other=other)
+
+
 def spread_iota(size: int):
-    """`[n, LANES]`: 0, 1, ... to the next power of 2 of `size`. A thread has a column, and adds it up alone."""
-    size = pl.next_power_of_2(size)
-    lanes = min(LANES, size)
-    row, lane = (lax.broadcasted_iota(jnp.int32, (size // lanes, lanes), axis) for axis in range(2))
-    return row * lanes + lane
+    """Tiles `[n, LANES]`: 0, 1, ... to at least `size`. A thread has a column, and adds it up alone. Two tiles, whose sizes are
+    powers of two, often hold fewer numbers than one."""
+    whole = pl.next_power_of_2(size)
+    first = whole // 2
+    rest = max(LANES, pl.next_power_of_2(max(size - first, 1)))
+    sizes = (whole,) if first + rest >= whole else (first, rest)
+
+    def tile(start, size):
+        lanes = min(LANES, size)
+        row, lane = (lax.broadcasted_iota(jnp.int32, (size // lanes, lanes), axis) for axis in range(2))
+        return start + row * lanes + lane
+
+    return [tile(*x) for x in zip((0, first), sizes, strict=False)]
 
 
 def spread_load(shape: Shape, ref, row, size: int, other):
-    """As `padded_load`, of the shape of `spread_iota`."""
-    place = spread_iota(size)
+    """As `padded_load`, in tiles like those of `spread_iota`."""
     start = jnp.minimum(row, 0)  # 0; Triton cannot tell, gives a thread no four neighbours, and need not shuffle them later
-    return shape.plt.load(ref.at[row, start + place], mask=place < size, other=other)
+    return [shape.plt.load(ref.at[row, start + place], mask=place < size, other=other) for place in spread_iota(size)]
 
 
 def scatter(shape: Shape, ref, row, places, values, mask):

@@ -1,5 +1,7 @@
 """The rows whose kept set lies in the groups with the largest logits: a kernel of `triton_filtered`, which draws in them."""
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -13,9 +15,9 @@ from pallas_kernels.triton_kept import drawn, kept_of, race_of
 from pallas_kernels.triton_prefix import Span, Tokens
 from pallas_kernels.triton_rows import (
     barrier,
+    column_load,
     few_of,
     listed_ids,
-    padded_load,
     put,
     row_of,
     scatter,
@@ -29,12 +31,11 @@ from pallas_kernels.triton_shapes import DRAWN, IN_SPAN, SETTLED, WHOLE, Shape, 
 
 def settle(*refs, shape: Shape, trees):
     """One row: the end of its prefix, or where to look for it."""
-    refs, given, out, draw, num_raced, list_ref, few_ref = split(refs, trees)
+    refs, given, out, draw, list_ref, few_ref = split(refs, trees)
     row = pl.program_id(0)
     group_top = spread_load(shape, given.group_top, row, shape.num_groups, -jnp.inf)  # first: the rest waits for less then
-    pieces = lambda ref, other: padded_load(shape, ref, row, shape.num_blocks, other)  # noqa: E731
     own = row_of(shape, refs, row)
-    top, total = race.mass_of(pieces(given.top, -jnp.inf), pieces(given.total, 0.0), own.t)
+    top, total = race.mass_of(column_load(shape, given.top, row, -jnp.inf), column_load(shape, given.total, row, 0.0), own.t)
     own = own._replace(top=top, total=total)
     has_law = finishing.has_law(top, total)
     is_k, is_p = (has_law & on for on in prefix.is_on(own, shape.vocab))
@@ -43,8 +44,11 @@ def settle(*refs, shape: Shape, trees):
     if own.top_p is not None:
         own = own._replace(top_p=jnp.where(is_p, own.top_p, 1.0))
 
-    over = lambda low: prefix.number(jnp.sum(group_top >= low, axis=0, dtype=jnp.int32))  # noqa: E731
-    lowest = jnp.min(jnp.min(jnp.where(group_top > -jnp.inf, group_top, jnp.inf), axis=0))
+    count = functools.partial(jnp.sum, dtype=jnp.int32)
+    over = lambda low: prefix.number(prefix.in_lanes(count, jnp.add, [x >= low for x in group_top]))  # noqa: E731
+    finite = lambda tiles: [jnp.where(x > -jnp.inf, x, jnp.inf) for x in tiles]  # noqa: E731
+    least = lambda tiles: jnp.min(prefix.in_lanes(jnp.min, jnp.minimum, finite(tiles)))  # noqa: E731
+    lowest = least(group_top)
     is_whole = over(prefix.LEAST_FINITE) <= shape.listed
     wanted = jnp.int32(shape.listed // 2)
     if own.top_k is not None:
@@ -60,12 +64,10 @@ def settle(*refs, shape: Shape, trees):
     _, high, num_over, _ = lax.while_loop(lambda state: ~is_whole & (state[2] < wanted) & (state[3] < 24), halve,
                                           (lowest, top, over(top), jnp.int32(0)))
     lowest_listed = jnp.where(is_whole, prefix.LEAST_FINITE, jnp.where(num_over > shape.listed, jnp.inf, high))
-    is_listed = (group_top >= lowest_listed) & (group_top < jnp.inf)
-    in_lane = is_listed.astype(jnp.int32)
-    of_lane = jnp.sum(in_lane, axis=0, dtype=jnp.int32)
-    num_listed = prefix.number(of_lane)
-    place = (prefix.cumsum(of_lane) - of_lane)[None] + lax.cumsum(in_lane, axis=0) - 1
-    scatter(shape, list_ref, row, place, spread_iota(shape.num_groups), is_listed & (place < shape.listed))
+    listed = [(x >= lowest_listed) & (x < jnp.inf) for x in group_top]
+    places, num_listed = prefix.places_in_lanes([x.astype(jnp.int32) for x in listed])
+    for place, ids, is_listed in zip(places, spread_iota(shape.num_groups), listed, strict=True):
+        scatter(shape, list_ref, row, place, ids, is_listed & (place < shape.listed))
     barrier(shape)
     place = lax.broadcasted_iota(jnp.int32, (shape.listed,), 0)
     groups = listed_ids(shape, list_ref, row, place, num_listed)
@@ -78,7 +80,7 @@ def settle(*refs, shape: Shape, trees):
 
     def guessed():
         samples = spread_load(shape, given.sample, row, shape.num_groups, jnp.inf)
-        start = jnp.min(jnp.min(jnp.where(samples > -jnp.inf, samples, jnp.inf), axis=0))
+        start = least(samples)
         low, high = prefix.undecided_span(samples, own, is_k, start, shape.vocab)
         low = kept.ordered_keys(jnp.where(low > start, low, prefix.LEAST_FINITE))
         high = kept.ordered_keys(high) + (high >= top).astype(jnp.int32)
@@ -95,7 +97,11 @@ def settle(*refs, shape: Shape, trees):
 
     none = lambda: Draw(jnp.int32(-1), *[jnp.float32(jnp.nan)] * 4)  # noqa: E731
     put(shape, draw, row, prefix.branch(is_drawn, drawn_here, none))
-    done = lambda: (jnp.where(is_drawn, jnp.int32(DRAWN), jnp.int32(SETTLED)), jnp.int32(0), jnp.int32(0))  # noqa: E731
+
+    def done():
+        low = kept.ordered_keys(jnp.float32(prefix.LEAST_FINITE))
+        return jnp.where(is_drawn, jnp.int32(DRAWN), jnp.int32(SETTLED)), low, low
+
     rest = guessed if shape.has_prefix else done
     kind, low, high = prefix.branch(is_drawn | ~(is_k | is_p), done, rest)
-    put(shape, (out, num_raced), row, (State(kind, top, total, low, high, found.end), jnp.int32(0)))
+    put(shape, out, row, State(kind, top, total, low, high, found.end))

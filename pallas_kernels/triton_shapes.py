@@ -7,13 +7,14 @@ from jax.experimental import pallas as pl
 from pallas_kernels import noise
 from pallas_kernels.kept import Kept
 
-PIECE, BLOCK = 256, 128  # groups that a program reads at a time; those of one that only adds up
+PIECE, BLOCK = 128, 128  # groups that a program reads at a time; those of one that only adds up
+CHUNK = 256  # groups of which a program for a row draws at a time
 LISTED = 256  # groups whose tokens a program holds in registers; it lists at least half as many, if there are
 STREAMED = 512  # groups that one of 16 warps reads at a time where it reads a whole row
-WARPS_TO_SETTLE = 8
+WARPS_TO_SETTLE, WARPS_TO_CONCLUDE = 8, 16
 LANES = 32 * WARPS_TO_SETTLE  # threads of a program that settles a row
-IN_GAP = 256  # tokens of a piece that may lie in the gap
-PROGRAMS = 396  # that do what is left of the pieces: as many as run at a time, for each that starts in vain takes time
+IN_GAP = 8192  # tokens of a row that may lie in the gap
+PROGRAMS = 1056  # that sweep pieces: as many as run at a time, for each that starts in vain takes time
 DRAWN, SETTLED, IN_SPAN, WHOLE = range(4)
 
 
@@ -49,8 +50,17 @@ class Shape(NamedTuple):
         return pl.cdiv(self.num_groups, self.piece)
 
     @property
+    def chunk(self) -> int:
+        """Groups of a whole number of pieces."""
+        return min(CHUNK, pl.next_power_of_2(self.num_groups))
+
+    @property
+    def in_gap(self) -> int:
+        return min(IN_GAP, pl.next_power_of_2(noise.GROUP * self.num_groups))
+
+    @property
     def block(self) -> int:
-        return min(BLOCK, self.piece)
+        return min(BLOCK, pl.next_power_of_2(self.num_groups))
 
     @property
     def num_blocks(self) -> int:
@@ -62,7 +72,7 @@ class Shape(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Of the rows: `[rows, blocks]` and `[rows, groups]`."""
+    """Of the rows: `[blocks, rows]` and `[rows, groups]`; there may be more rows and groups than exist."""
 
     top: Any
     total: Any
@@ -78,22 +88,24 @@ class State(NamedTuple):
     kind: Any  # DRAWN: nothing is left to do; SETTLED: the race is; IN_SPAN: the end lies in a gap; WHOLE: anywhere
     top: Any
     total: Any
-    low: Any  # keys between which the prefix ends
+    low: Any  # keys between which the prefix ends; once it is settled, both are the least that may be kept
     high: Any
     end: Kept
 
 
 class Sweep(NamedTuple):
-    """Of the pieces, `[rows, pieces]`: the mass above the gap, how many tokens lie in it; `[rows, pieces * 256]`: their ids."""
+    """Of the pieces, `[rows, pieces]`, and of the groups, `[rows, groups]`."""
 
-    whole: Any
+    lower: Any  # largest score of a group, `exp((score - top) / T)`, to rounding: without the tokens in the gap, and with them
+    upper: Any
+    total: Any  # what is kept above the gap, relative to the largest logit of the row
+    whole: Any  # the mass above the gap; None where nothing is to be searched, as the next
     fine: Any
-    num_listed: Any
-    ids: Any
+    bits: Any  # which tokens lie in the gap
 
 
 class Raced(NamedTuple):
-    """Of the pieces, `[rows, pieces]`: as `race.Race`, and the kept mass relative to the largest logit of the row."""
+    """As `race.Race`, and the kept mass relative to the largest logit of the row."""
 
     high: Any
     low: Any

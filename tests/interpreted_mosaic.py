@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from gumbeljax import _compat
-from pallas_kernels import finish, mosaic, race, triton_merge
+from pallas_kernels import finish, mosaic, mosaic_race, race, triton_filtered, triton_merge
+from pallas_kernels.kept import Filters
 from pallas_kernels.logits import Elementwise, canonical_temperature
 from pallas_kernels.tiles import MosaicTiles
 from tests import heads, oracles
@@ -108,6 +109,58 @@ def test_scores_of_the_tiles_equal_the_oracle(rows, num_sms, tiles):
         np.testing.assert_array_equal(a, b)
     want = oracles.group_scores(heads.exact_logits(h, w)[:, :vocab], words, t, sample=3)
     check_scores(race.Scores(best, second, tiles.vocab), want)
+
+
+@pytest.mark.parametrize("vocab_axis, rows, num_sms, tiles", [
+    (0, 5, 2, MosaicTiles(False, 80, 64, 3)), (1, 64, 1, MosaicTiles(False, 64, 64, 2)),
+    (0, 130, 4, MosaicTiles(True, 64, 64, 2, True)), (0, 70, 3, MosaicTiles(True, 64, 64, 2, pair_vocab=True)),
+    (0, 200, 2, MosaicTiles(True, 112, 64, 2, True))])
+def test_stored_logits_are_summarised(vocab_axis, rows, num_sms, tiles):
+    vocab, width = (320, 320) if rows == 70 else (509, 576)
+    h, w = heads.exact_head(width, 128, rows, jnp.bfloat16, vocab_axis)
+    t = np.random.default_rng(0).choice([0.5, 1.0, 2.0], rows)
+    with mgpu.force_gpu_interpret_mode(mgpu.InterpretGPUParams()):
+        got = mosaic.stage1_logits(h, w, canonical_temperature(t), Elementwise(0.5, 6.0), mgpu=mgpu, vocab=vocab,
+                                   vocab_axis=vocab_axis, with_model=True, tiles=tiles, num_sms=num_sms)
+    logits = heads.exact_logits(h, w, vocab_axis)
+    np.testing.assert_array_equal(got.raw[:rows, :vocab], logits[:, :vocab])
+    x = oracles.processed_logits(logits, scale=0.5, soft_cap=6.0, valid_vocab=vocab).model
+    groups = -(-vocab // 16)
+    padded = np.pad(x[:, :vocab], ((0, 0), (0, 16 * groups - vocab)), constant_values=-np.inf).reshape(rows, groups, 16)
+    np.testing.assert_allclose(got.group_top[:rows, :groups], padded.max(-1), atol=1e-5)
+    chosen = padded[:, np.arange(groups), mosaic_race.sample_of(np.arange(groups))]
+    np.testing.assert_allclose(got.sample[:rows, :groups], chosen, atol=1e-5)
+    for total, temperature in ((got.total, t), (got.model_total, np.ones(rows))):
+        mass = race.mass_of(got.top[:, :rows], total[:, :rows], canonical_temperature(temperature))
+        below = (padded - padded.max((1, 2), keepdims=True)) / temperature[:, None, None]
+        np.testing.assert_allclose(mass[0], padded.max((1, 2)), atol=1e-5)
+        np.testing.assert_allclose(mass[1], np.exp(below).sum((1, 2)), rtol=2e-5)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 6.0])
+def test_filters_draw_from_stored_logits(soft_cap, monkeypatch):
+    """The same tokens of the same kept sets as from the logits of XLA, to the last bit of a log-prob but for sums."""
+    vocab, rows = 1000, 40
+    h, w = heads.exact_head(vocab, 64, rows, jnp.bfloat16)
+    words, t = tuple(jnp.asarray(heads.keys_of(2, rows)[1].T)), jnp.tile(jnp.array([0.0, 0.5, 1.0, 2.0]), rows // 4)
+    k, p = np.tile([0, 5, 300, 0, 40], 8), np.tile([0.9, 1.0, 0.5, 0.2], 10)
+    filters = Filters(jnp.asarray(k, jnp.int32), jnp.asarray(p, jnp.float32), jnp.full(rows, 0.01))
+    draw = functools.partial(triton_filtered.draw, h, w, words, t, Elementwise(None, soft_cap), filters, plt=plt, vocab=vocab,
+                             with_log_probs=True, interpret=True)
+    stored = mosaic.stage1_logits
+
+    def interpreted(*arguments, **options):
+        with mgpu.force_gpu_interpret_mode(mgpu.InterpretGPUParams()):
+            return stored(*arguments, **options)
+
+    want, want_end = draw()
+    monkeypatch.setattr(mosaic, "stage1_logits", interpreted)
+    got, end = draw(mgpu=mgpu, num_sms=2)
+    np.testing.assert_array_equal(got.token, want.token)
+    np.testing.assert_array_equal(end.key, want_end.key)
+    np.testing.assert_array_equal(end.id, want_end.id)
+    for a, b in zip(got[1:], want[1:], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter multiplies in NumPy

@@ -190,7 +190,7 @@ def test_every_configuration_lowers(device, vocab, d_model, rows):
                 draw(Elementwise(0.5, 30.0, bias, mask), Filters(None, t, None), with_log_probs=True))
 
     text = lower(everything, device, h, w, words, number, count, bias, mask).as_text()
-    assert text.count("__gpu$xla.gpu.triton") >= 15 or text.count("triton") >= 15
+    assert text.count("__gpu$xla.gpu.triton") >= 12 or text.count("triton") >= 12
 
 
 def test_the_public_function_runs_them_on_a_gpu():
@@ -213,6 +213,20 @@ def test_the_public_function_runs_them_on_a_gpu():
 
     text = lower(everything, DEVICES[0], h, w, keys).as_text()
     assert chosen == ["xla", "xla", "triton", "xla"] and "gumbeljax_settle" in text
+
+
+@pytest.mark.parametrize("rows, bias", [(64, False), (64, True), (300, False), (8, False)])
+def test_mosaic_makes_the_logits_of_many_rows(rows, bias):
+    shape = jax.ShapeDtypeStruct
+    h, w, number = shape((rows, 128), jnp.bfloat16), shape((5120, 128), jnp.bfloat16), shape((5120,), jnp.float32)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+
+    def draw(h, w, keys, number):
+        return gumbeljax.sample(h, w, keys, top_p=0.9, logit_bias=number if bias else None, implementation="triton")
+
+    text = lower(draw, DEVICES[0], h, w, keys, number).as_text()
+    by_xla = rows == 8 or bias
+    assert ("mosaic_gpu" in text, "dot_general" in text, "gumbeljax_summarise" in text) == (not by_xla, by_xla, by_xla)
 
 
 @pytest.mark.parametrize("rows", [16, 300])  # so many that programs have several pieces

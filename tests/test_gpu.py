@@ -281,7 +281,8 @@ def test_filters_keep_the_set_of_xla(filters, t):
                  for name in ("triton", "xla"))
     x, t_row = jnp.asarray(heads.exact_logits(h, w)).T, jnp.full(rows, t)
     chosen = kept.Filters(**per_row)
-    draw = functools.partial(triton_filtered.draw, plt=_compat.pallas_triton(), vocab=vocab)
+    mgpu = _compat.pallas_mosaic() if "mosaic" in runnable(h, w) else None  # as `sample` does
+    draw = functools.partial(triton_filtered.draw, plt=_compat.pallas_triton(), mgpu=mgpu, vocab=vocab)
     end = jax.jit(draw)(h, w, tuple(jnp.asarray(words.T)), t_row, Elementwise(), chosen)[1]
     ours = kept.is_kept(kept.ordered_keys(x), jnp.arange(vocab)[:, None], end)
     if "min_p" in filters:

@@ -51,8 +51,9 @@ def candidates(h, w, vocab_axis: int = 0) -> list[Candidate]:
         elif name == "triton":
             near = near_triton(triton.default_tiles(rows, d_model, head.h.dtype, head.w.dtype), head.h.dtype, head.w.dtype)
         else:
-            rule = mosaic.choose_tiles(rows, head.vocab, head.vocab_axis, device.cores or mosaic.NUM_SMS)
-            near = near_mosaic(rule, d_model)
+            itemsize = head.w.dtype.itemsize
+            rule = mosaic.choose_tiles(rows, head.vocab, head.vocab_axis, device.cores or mosaic.NUM_SMS, itemsize)
+            near = near_mosaic(rule, d_model, itemsize)
         found += [Candidate(name, tiles) for tiles in dict.fromkeys(near)]
     return found
 
@@ -84,14 +85,15 @@ def near_triton(rule: TritonTiles, h_dtype, w_dtype) -> Iterator[TritonTiles]:
                     yield tiles
 
 
-def near_mosaic(rule: MosaicTiles, d_model: int) -> Iterator[MosaicTiles]:
+def near_mosaic(rule: MosaicTiles, d_model: int, itemsize: int = 2) -> Iterator[MosaicTiles]:
     """The other ways to split, and other sizes, with as many fetches in flight as fit, or fewer."""
     yield rule
     for split_rows in {rule.split_rows, True}:
         pairs = {(rule.pair_rows and split_rows, False), (False, rule.pair_vocab), (False, False)}
         for vocab, width, (pair_rows, pair_vocab) in itertools.product(sorted({rule.vocab, 64, 128}), (64, 128), sorted(pairs)):
-            for steps in (mosaic.most_steps(split_rows, vocab, width) - fewer for fewer in (0, 2)):
-                if d_model % width == 0 and steps >= 2:
+            fits = d_model % width == 0 and not (itemsize == 1 and vocab % (128 if split_rows else 64))
+            for steps in (mosaic.most_steps(split_rows, vocab, width, itemsize=itemsize) - fewer for fewer in (0, 2)):
+                if fits and steps >= 2:
                     yield MosaicTiles(split_rows, vocab, width, steps, pair_rows, pair_vocab)
 
 

@@ -303,12 +303,13 @@ def test_the_public_functions_choose_triton(rows):
 
     for w in heads_:
         assert "triton" in lower(everything, DEVICES[0], h, w, tokens).as_text()
-        with pytest.raises(NotImplementedError, match=r"^implementation='mosaic' cannot run this call: it multiplies .*"):
-            lower(lambda h, w: gumbeljax.greedy(h, w, implementation="mosaic"), DEVICES[0], h, w)
+        named = lower(lambda h, w: gumbeljax.sample(h, w, jax.random.key(0), implementation="mosaic"), DEVICES[0], h, w)
+        assert "mosaic" in named.as_text()
     with pytest.raises(NotImplementedError, match=r"it reads float8_e4m3fn from compute capability 8\.9 on"):
         lower(lambda h, w: gumbeljax.greedy(h, w, implementation="triton"), DEVICES[1], h, heads_[1])
     assert set(chosen) == {"triton"}
-    assert mosaic.why_not(h, heads_[0].qvalue, Elementwise(), 0)
+    with pytest.raises(NotImplementedError, match=r"^implementation='mosaic' cannot run this call: it multiplies .*"):
+        lower(lambda h, w: gumbeljax.greedy(h, w, implementation="mosaic"), DEVICES[0], shape((rows, 128), jnp.float32), heads_[0])
 
 
 def test_autotune_knows_them_from_other_tables():

@@ -184,9 +184,10 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     if wanted == "logits":
         out_type += [jax.ShapeDtypeStruct((all_rows, all_ids // size), jnp.float32) for size in (1, noise.GROUP, noise.GROUP)]
 
-    def kernel(h_gmem, w_gmem, vectors_gmem, *out_gmem, h_smem, w_smem, filled, emptied, results=(), converted=None,
-               all_converted=None):
-        scale_gmem, *out_gmem = out_gmem if quantized else (None, *out_gmem)
+    def kernel(h_gmem, w_gmem, vectors_gmem, *out_gmem, h_smem, w_smem, filled, emptied, results=(), converted: Any = None,
+               all_converted: Any = None):
+        scale_gmem: Any = out_gmem[0]  # of 8 bits
+        out_gmem = out_gmem[1:] if quantized else out_gmem
         out_gmem, of_tiles_gmem = out_gmem[:num_merged], out_gmem[num_merged:]
         wg, program = lax.axis_index("wg"), lax.axis_index("program")
         row_tile = lax.rem(program, row_tiles // pair) * pair + (lax.axis_index("pair") if pair > 1 else 0)

@@ -10,7 +10,7 @@ import pytest
 
 import gumbeljax
 from gumbeljax import QuantizedHead, _compat, autotuning, decode, processing, sharding, speculative
-from pallas_kernels import many, mosaic, triton, xla
+from pallas_kernels import many, triton, xla
 from pallas_kernels.logits import Elementwise, canonical_temperature
 from pallas_kernels.tiles import TritonTiles
 from tests import heads, oracles
@@ -309,7 +309,8 @@ def test_the_public_functions_choose_triton(rows):
         lower(lambda h, w: gumbeljax.greedy(h, w, implementation="triton"), DEVICES[1], h, heads_[1])
     assert set(chosen) == {"triton"}
     with pytest.raises(NotImplementedError, match=r"^implementation='mosaic' cannot run this call: it multiplies .*"):
-        lower(lambda h, w: gumbeljax.greedy(h, w, implementation="mosaic"), DEVICES[0], shape((rows, 128), jnp.float32), heads_[0])
+        wide = shape((rows, 128), jnp.float32)
+        lower(lambda h, w: gumbeljax.greedy(h, w, implementation="mosaic"), DEVICES[0], wide, heads_[0])
 
 
 def test_autotune_knows_them_from_other_tables():

@@ -1,11 +1,11 @@
 """`search` on NVIDIA GPUs, through Pallas' Triton backend: some programs a row, each with its own share of the tiles.
 
-A program looks at its groups in the order of their bounds, until its best score under r is above those of the rest, or none of
-them is above a floor. A tile says its best group and what bounds the others, which follow one by one.
+A program looks at its groups in the order of their bounds, until the best score under r is above those of the rest. The programs
+of a row tell each other what they have found through one number in memory, `leader`. What it is when they look changes how much
+they do and never what they find: a group that could have won is looked at whoever is first. A tile says its best group and what
+bounds the others, which follow one by one.
 
-The floor of the first launch leaves about `FIRST` groups a row: at most exp(-x) groups on average have a score above x, for
-every p. The second launch goes on from there, down to the best score of the first one or to the floor of `MOST` groups; only
-rows of which the residual is small have work in it.
+On one shard of several, a floor ends the search: a shard does not hear of what the others find.
 """
 
 import functools
@@ -16,11 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import dual, noise, race, search
+from pallas_kernels import dual, kept, noise, race, search
 from pallas_kernels.logits import Elementwise, model_logits, processed_logits
 from pallas_kernels.triton_finish import given, group_option, group_products, like
 
-FIRST, MOST = 8, 64  # groups that a row looks at on average where their bounds alone decide
+MOST = 64  # groups that a shard looks at on average where their bounds alone decide: at most exp(-x) groups on average have a
+# score above x, for every p
+LEAST = -0x7F800001  # the key of -inf
 
 
 def choose_shares(num_rows: int) -> int:
@@ -30,11 +32,11 @@ def choose_shares(num_rows: int) -> int:
 
 def _kernel(
     *refs,  # of each law: its normaliser, t `[rows]` (h, w, dense options, valid); u32 [rows of the target] x num_keys;
-    # rows of both laws i32, factor f32 [searches]; best, second [tiles, all rows]; what an earlier launch found
-    # [shares, searches]; outputs
-    structure, laws, sample, plt, vocab, width, shares, floor, ceiling,
+    # rows of both laws i32, factor f32 [searches]; best, second [tiles, all rows]; leader i32 [searches], which is the last
+    # output too; outputs [shares, searches]
+    structure, laws, sample, plt, vocab, width, shares, floor,
 ):
-    target, draft, key_refs, asked, scores, earlier, out_refs = jax.tree.unflatten(structure, refs)
+    target, draft, key_refs, asked, scores, _, out_refs, leader_ref = jax.tree.unflatten(structure, refs)
     row, share = (f(pl.program_id(0), jnp.int32(shares)) for f in (lax.div, lax.rem))  # int32 under x64 too
     zero = row - row  # a start that is not a constant: JAX refuses slices that it can see to end out of bounds, masked or not
     place, draft_place = (plt.load(ref.at[row]) for ref in asked[:2])
@@ -53,13 +55,6 @@ def _kernel(
         bounds = jnp.where(done == 0, of_best, jnp.where(done < in_tile, of_others, -jnp.inf))
         return jnp.where(factor > 0.0, bounds, -jnp.inf)
 
-    lowest = jnp.float32(floor)
-    if earlier:
-        share_of = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(shares),), 0)
-        known_high, known_low = (plt.load(ref.at[pl.ds(zero, share_of.shape[0]), row], mask=share_of < shares, other=-jnp.inf)
-                                 for ref in earlier[:2])
-        lowest = jnp.maximum(lowest, jnp.max(jnp.where(known_high > -jnp.inf, known_high + known_low, -jnp.inf)))
-
     def log_law(refs, law, row, first):
         side = dual.Side(refs["h"], None, one_of(refs["t"], row), Elementwise(),
                          dual.Normalizer(*(one_of(ref, row) for ref in refs["normalizer"])))
@@ -76,7 +71,7 @@ def _kernel(
         return jnp.where(x == -jnp.inf, -jnp.inf, dual.log_law(x, tokens, side))
 
     def look(state):
-        done, high, low, token, log_p, mass = state
+        done, _, high, low, token, log_p, mass = state
         bounds = bounds_of(done)
         now = tile == jnp.min(jnp.where(bounds == jnp.max(bounds), tile, race.NO_ID))
         group = lax.rem(winner + done, jnp.int32(in_tile))
@@ -85,28 +80,31 @@ def _kernel(
         new = search.score_groups(dual.log_residual(log_ps, log_qs, factor), log_ps, keys, first[None], sample=sample)
         better = (new.high > high) | ((new.high == high) & (new.low > low))
         pick = lambda new, old: jnp.where(better, new, old)  # noqa: E731
-        return (jnp.where(now, done + 1, done), pick(new.high, high), pick(new.low, low), pick(new.token, token),
-                pick(new.log_p, log_p), mass + new.mass)
+        high, low, mass = pick(new.high, high), pick(new.low, low), mass + new.mass
+        # Nobody stops for what may be rounding: then all is looked at.
+        mine = kept.ordered_keys(jnp.max(jnp.where((high > -jnp.inf) & (mass > search.NEGLIGIBLE), high + low, -jnp.inf)))
+        leader = jnp.maximum(plt.atomic_max(leader_ref, (row,), mine), mine)
+        return jnp.where(now, done + 1, done), leader, high, low, pick(new.token, token), pick(new.log_p, log_p), mass
 
     def goes_on(state):
-        done, high, low = state[:3]
-        found = jnp.max(jnp.where(high > -jnp.inf, high + low, -jnp.inf))
-        return jnp.max(bounds_of(done)) > jnp.maximum(lowest, found)
+        done, leader = state[:2]
+        return jnp.max(bounds_of(done)) > jnp.maximum(floor, kept.logits_of(leader))
 
     number = lambda value, dtype: jnp.full((1,), value, dtype)  # noqa: E731
     nothing = (number(-jnp.inf, jnp.float32), number(0.0, jnp.float32), number(race.NO_ID, jnp.int32),
                number(-jnp.inf, jnp.float32), number(0.0, jnp.float32))
-    done = jnp.where(of_others > ceiling, in_tile, jnp.where(of_best > ceiling, 1, 0))  # by an earlier launch
-    start = (plt.load(ref.at[share, pl.ds(row, 1)]) for ref in earlier) if earlier else nothing
-    found = lax.while_loop(goes_on, look, (done, *start))[1:]
+    found = lax.while_loop(goes_on, look, (jnp.zeros_like(tile), plt.load(leader_ref.at[row]), *nothing))[2:]
     for ref, value in zip(out_refs, found, strict=True):
         plt.store(ref.at[share, pl.ds(row, 1)], value)
 
 
-def _launch(scores: race.Scores, target: dual.Side, draft: dual.Side, keys, asked: search.Asked, earlier, *, plt, sample,
-            vocab, shares, floor, ceiling, interpret):
-    """One launch; high, low, token, log p, mass, each `[shares, searches]`."""
+def search_rows(scores: race.Scores, target: dual.Side, draft: dual.Side, keys, asked: search.Asked, *, plt, sample, vocab,
+                is_shard=False, most=None, shares=None, interpret=False) -> search.Found:
+    """As `search.search`; without a limit, or, on a shard, with one on bounds in place of one on groups: `most` of them."""
     num_rows = asked.factor.shape[0]
+    shares = shares or choose_shares(num_rows)
+    most = MOST if is_shard and most is None else most
+    floor = -math.inf if most is None else -math.log(most)
 
     def arguments_of(side):
         return {"normalizer": tuple(side.normalizer), "t": side.t, "h": side.h, "w": side.w, "dense": given(side.options)}
@@ -114,22 +112,16 @@ def _launch(scores: race.Scores, target: dual.Side, draft: dual.Side, keys, aske
     laws = [{"d_model": None if side.h is None else side.h.shape[1], "vocab_axis": side.vocab_axis,
              "dense": tuple(side.options.dense()), "has_valid": side.options.valid is not None, "scale": side.options.scale,
              "soft_cap": side.options.soft_cap} for side in (target, draft)]
-    inputs = (*map(arguments_of, (target, draft)), list(keys), asked, list(scores[:2]), earlier)
+    leader = jnp.full_like(asked.target_row, LEAST)
+    inputs = (*map(arguments_of, (target, draft)), list(keys), asked, list(scores[:2]), leader)
     flat = jax.tree.leaves(inputs)
     out_shape = [like(flat, (shares, num_rows), kind) for kind in (jnp.float32,) * 2 + (jnp.int32,) + (jnp.float32,) * 2]
-    body = functools.partial(_kernel, structure=jax.tree.structure((*inputs, out_shape)), laws=laws, sample=sample, plt=plt,
-                             vocab=vocab, width=scores.width, shares=shares, floor=floor, ceiling=ceiling)
-    return pl.pallas_call(
-        body, grid=(num_rows * shares,), out_shape=out_shape, interpret=interpret, name="gumbeljax_residual_search",
+    structure = jax.tree.structure((*inputs, out_shape, leader))
+    body = functools.partial(_kernel, structure=structure, laws=laws, sample=sample, plt=plt, vocab=vocab, width=scores.width,
+                             shares=shares, floor=floor)
+    *found, _ = pl.pallas_call(
+        body, grid=(num_rows * shares,), out_shape=[*out_shape, like(flat, (num_rows,), jnp.int32)],
+        input_output_aliases={len(flat) - 1: len(out_shape)}, interpret=interpret, name="gumbeljax_residual_search",
         compiler_params=plt.CompilerParams(num_warps=16, num_stages=1))(*flat)
-
-
-def search_rows(scores: race.Scores, target: dual.Side, draft: dual.Side, keys, asked: search.Asked, *, plt, sample, vocab,
-                first=FIRST, most=MOST, shares=None, interpret=False) -> search.Found:
-    """As `search.search`, with a limit on bounds in place of one on groups."""
-    launch = functools.partial(_launch, scores, target, draft, keys, asked, plt=plt, sample=sample, vocab=vocab,
-                               shares=shares or choose_shares(asked.factor.shape[0]), interpret=interpret)
-    ceiling, floor = -math.log(first), -math.log(most)
-    one = launch([], floor=ceiling, ceiling=math.inf)
-    high, low, token, log_p, mass = launch(one, floor=floor, ceiling=ceiling)
-    return search.best_of(search.Found(high, low, token, log_p, mass, jnp.full_like(high, floor)))
+    bound = None if most is None else jnp.full_like(found[0], floor)
+    return search.best_of(search.Found(*found, bound))

@@ -20,7 +20,6 @@ from pallas_kernels.logits import Elementwise
 
 STREAMS = 2**23  # of one purpose: sample number STREAMS is the first of the next purpose
 FROM_TARGET = noise.RESIDUAL * STREAMS  # the bonus, or what replaces a rejected token: a position has one or the other
-NEGLIGIBLE = 2.0**-20  # a residual mass below it is rounding: p and q are equal
 
 
 class Outcome(NamedTuple):
@@ -134,7 +133,7 @@ def walk(tokens: Array, scores: Scores, coins: Array) -> Stop:
             factor, mass = (_at_level(x[:, :, n, j], level) for x in (scores.factors, scores.masses))
             left = dual.log_residual(scores.log_p[:, n, j], scores.log_q[:, n, j], factor)
             ratio = left - jnp.log(mass) - scores.log_q[:, n, j]  # NaN where p and q are 0: not accepted
-            accepted = tried & (mass > NEGLIGIBLE) & (coins[n, :, j] < ratio)
+            accepted = tried & (mass > search.NEGLIGIBLE) & (coins[n, :, j] < ratio)
             taken = jnp.where(accepted, n, taken)
             level = level + (tried & ~accepted)
         onward = going & (taken < num_chains)
@@ -203,16 +202,17 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
     factor = jnp.where(again, _at_level(scores.factors[:, request, stop.chain, place], stop.level), 0.0)
     asked = search.Asked(p_row, q_row, factor)
     found = cut.residual_search(group_scores, p, q, of_rows, asked, config, stages, sample=FROM_TARGET)
-    undecided = again & ~(found.is_winner() & (found.mass > NEGLIGIBLE))
+    undecided = again & ~found.is_whole()
 
     def draw(_):
         sides, own = (dual.at_rows(p, p_row), dual.at_rows(q, q_row)), tuple(x[p_row] for x in of_rows)
         drawn = cut.residual_draw(*sides, factor, own, config, stages, sample=FROM_TARGET)
         return tuple(jnp.where(undecided, x, y) for x, y in zip(drawn, searched, strict=True))
 
-    searched = found.token, found.log_p, found.mass
-    other, log_p_other, mass = jax.lax.cond(jnp.any(undecided), draw, lambda _: searched, None)
-    again &= mass > NEGLIGIBLE
+    other, log_p_other, mass = searched = found.token, found.log_p, found.mass
+    if found.bound is not None:  # else all of them are decided
+        other, log_p_other, mass = jax.lax.cond(jnp.any(undecided), draw, lambda _: searched, None)
+    again &= mass > search.NEGLIGIBLE
     token, log_p = jnp.where(again, other, token), jnp.where(again, log_p_other, log_p)
 
     accepted = jnp.pad(tokens[request, stop.chain], ((0, 0), (0, 1)))

@@ -58,7 +58,7 @@ class Found(NamedTuple):
 def bounds(high, t, normalizer: dual.Normalizer):
     """Scores under p in nats, `log p_g + G_g`, lifted by what rounding can do."""
     relative, high = RELATIVE[high.dtype.name], high.astype(jnp.float32)
-    lifted = (high + relative * jnp.abs(high) - normalizer.top) * inverse_temperature(t) - normalizer.log_total + NATS
+    lifted = (high + relative * jnp.abs(high) - normalizer.top) * inverse_temperature(t) - normalizer.log_total() + NATS
     return jnp.where(high == -jnp.inf, -jnp.inf, lifted)
 
 

@@ -75,8 +75,8 @@ def merge(keys, t, pieces: race.Race, model_total, logits, *, plt, vocab, sample
     return Piece(Draw(token, model_log_prob, tempered, tempered, log_normalizer), won, mass)
 
 
-def mass_kernel(t_ref, top_ref, argmax_ref, total_ref, *out_refs, plt, num_pieces, num_rows):
-    """The masses of some rows; t is `[rows]`, masses are `[pieces, at least as many rows]`."""
+def mass_kernel(vectors_ref, top_ref, argmax_ref, total_ref, *out_refs, plt, num_pieces, num_rows):
+    """The masses of some rows; vectors are those of `pack`, masses are `[pieces, at least as many rows]`."""
     first = pl.program_id(0) * MASS_ROWS
     rows = first + lax.broadcasted_iota(jnp.int32, (MASS_ROWS,), 0)
     shape = pl.next_power_of_2(num_pieces), MASS_ROWS
@@ -84,7 +84,7 @@ def mass_kernel(t_ref, top_ref, argmax_ref, total_ref, *out_refs, plt, num_piece
     zero = first - first
     top, argmax, total = (plt.load(ref.at[pl.ds(zero, shape[0]), pl.ds(first, MASS_ROWS)], mask=exists, other=other)
                           for ref, other in ((top_ref, -jnp.inf), (argmax_ref, race.NO_ID), (total_ref, 0)))
-    t = plt.load(t_ref.at[pl.ds(first, MASS_ROWS)], mask=rows < num_rows, other=1.0)
+    t = lax.bitcast_convert_type(plt.load(vectors_ref.at[zero, pl.ds(first, MASS_ROWS)]), jnp.float32)
     for ref, value in zip(out_refs, race.merge_masses(race.Mass(top, argmax, total), t), strict=True):
         plt.store(ref.at[pl.ds(first, MASS_ROWS)], value, mask=rows < num_rows)
 
@@ -92,7 +92,7 @@ def mass_kernel(t_ref, top_ref, argmax_ref, total_ref, *out_refs, plt, num_piece
 def merge_masses(pieces: race.Mass, t, *, plt, interpret=False) -> race.Mass:
     """As `race.merge_masses` in one launch, where XLA makes four; the rows of `pieces` may be padded."""
     num_pieces, num_rows = pieces.top.shape[0], t.shape[0]
-    arguments = t, *pieces
+    arguments = pack(t), *pieces
     body = functools.partial(mass_kernel, plt=plt, num_pieces=num_pieces, num_rows=num_rows)
     out_shape = [like(arguments, (num_rows,), x.dtype) for x in pieces]
     return race.Mass(*pl.pallas_call(

@@ -31,14 +31,13 @@ def side(seed, d_model, vocab_axis, t, **options):
     t = jnp.asarray(t, jnp.float32)
     x = dual.processed_logits(jnp.matmul(h, w.T, precision="highest"), options)
     top, token = jnp.max(x, axis=1), jnp.argmax(x, axis=1).astype(jnp.int32)
-    log_total = jax.nn.logsumexp((x - top[:, None]) / jnp.where(t == 0, 1, t)[:, None], axis=1)
-    known = dual.Normalizer(top, log_total, token, jnp.where(t == 0, 0.0, -log_total))
+    total = jnp.sum(jnp.exp((x - top[:, None]) / jnp.where(t == 0, 1, t)[:, None]), axis=1)
+    known = dual.Normalizer(top, total, token, None)
     return dual.Side(h, w.T if vocab_axis else w, t, options, known, vocab_axis, jax.lax.Precision.HIGHEST)
 
 
 def one_token(tokens):
-    zero = jnp.zeros(tokens.shape)
-    return dual.Side(None, None, zero, Elementwise(), dual.Normalizer(zero, zero, tokens, zero))
+    return dual.Side(None, None, None, Elementwise(), dual.Normalizer(None, None, tokens, None))
 
 
 @needs_triton
@@ -69,8 +68,8 @@ def test_the_kernel_agrees_with_the_plain_pass(draft):
 ])  # fmt: skip
 @pytest.mark.parametrize("x64", [False, True])
 def test_lowers_for_a_gpu(chains, w, kernels, x64):
-    """Where both laws are given as hidden states the kernels run, also for several chains, and the search leaves nothing to a pass over
-    both tables; else the plain code does. In 64-bit mode too: no 64-bit index reaches a kernel."""
+    """Where both laws are given as hidden states the kernels run, also for several chains, and the search leaves nothing to a
+    pass over both tables; else the plain code does. In 64-bit mode too: no 64-bit index reaches a kernel."""
     shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
     lead = (2,) if chains == 1 else (2, chains)
 

@@ -55,7 +55,7 @@ def side_of(logits, t, known=None):
     total = jnp.sum(jnp.exp((logits - top[:, None]) / t[:, None]), axis=1)
     token = jnp.argmax(logits, axis=1).astype(jnp.int32) if known is None else known
     own = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
-    normalizer = dual.Normalizer(top, jnp.log(total), token, (own - top) / t - jnp.log(total))
+    normalizer = dual.Normalizer(top, total, token, (own - top) / t - jnp.log(total))
     return dual.Side(logits, None, t, Elementwise(), normalizer)
 
 

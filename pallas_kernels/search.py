@@ -98,8 +98,9 @@ def search(scores: race.Scores, target: dual.Side, draft: dual.Side, keys, asked
     target, draft = dual.at_rows(target, asked.target_row), dual.at_rows(draft, asked.draft_row)
     keys = tuple(x[asked.target_row] for x in keys)
     tiles = -(-vocab // scores.width)
+    of_tiles = scores.told if jnp.issubdtype(scores.told.dtype, jnp.floating) else race.untold(scores.told)[0]
     num = min(max(1, (IDS if num_ids is None else num_ids) // scores.width), tiles)
-    best, tile = lax.top_k(scores.best[:tiles, asked.target_row].T, min(num + 1, tiles))
+    best, tile = lax.top_k(of_tiles[:tiles, asked.target_row].T, min(num + 1, tiles))
     bound = jnp.full_like(target.t, -jnp.inf)
     if num < tiles:
         bound = bounds(best[:, num], target.t, target.normalizer)

@@ -51,12 +51,12 @@ def law_of_rows(plt, refs, rows, zero, num_keys=0, **masking):
 
 
 def _kernel(
-    *refs,  # of each law what `arguments_of` lists; rows of both laws i32, factor f32, leader i32 [searches]; best, second
+    *refs,  # of each law what `arguments_of` lists; rows of both laws i32, factor f32, leader i32 [searches]; scores i32
     # [tiles, all rows]; outputs [shares, searches]; leader again
     structure, laws, num_keys, sample, plt, vocab, width, shares, floor,
 ):
     num_inputs = structure.num_leaves
-    target, draft, (place_ref, draft_place_ref, factor_ref, _), scores = jax.tree.unflatten(structure, refs[:num_inputs])
+    target, draft, (place_ref, draft_place_ref, factor_ref, _), told_ref = jax.tree.unflatten(structure, refs[:num_inputs])
     *out_refs, leader_ref = refs[num_inputs:]
     row, share = (f(pl.program_id(0), jnp.int32(shares)) for f in (lax.div, lax.rem))  # int32 under x64 too
     zero = row - row  # a start that is not a constant: JAX refuses slices that it can see to end out of bounds, masked or not
@@ -66,9 +66,8 @@ def _kernel(
 
     tiles, in_tile = pl.cdiv(vocab, width), width // noise.GROUP
     tile = share + shares * lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(pl.cdiv(tiles, shares)),), 0)
-    best, second = (plt.load(ref.at[tile, place], mask=tile < tiles, other=-jnp.inf) for ref in scores)
-    winner = lax.bitcast_convert_type(best, jnp.int32) & 15
-    of_best, of_others = (search.bounds(x, t, known) for x in (best, second))
+    best, second, winner = race.untold(plt.load(told_ref.at[tile, place], mask=tile < tiles, other=0))
+    of_best, of_others = (jnp.where(tile < tiles, search.bounds(x, t, known), -jnp.inf) for x in (best, second))
 
     def bounds_of(done):
         """Of the groups of each tile that come next: the best, and then all others, one after the other."""
@@ -125,7 +124,7 @@ def search_shares(scores: race.Scores, target: dual.Side, draft: dual.Side, keys
     num_rows = asked.factor.shape[0]
     shares, floor = shares or choose_shares(num_rows), -math.inf if most is None else -math.log(most)
     (p, p_law), (q, q_law) = arguments_of(target, keys), arguments_of(draft)
-    inputs = p, q, (*asked, leader), list(scores[:2])
+    inputs = p, q, (*asked, leader), scores.told
     flat, structure = jax.tree.flatten(inputs)
     like_all = functools.partial(like, flat)
     out_shape = [like_all((shares, num_rows), kind) for kind in (jnp.float32,) * 2 + (jnp.int32,) + (jnp.float32,) * 2]

@@ -34,7 +34,7 @@ def products(plt, h_ref, w_ref, rows, ids, zero, *, d_model, vocab_axis):
 
 
 def walk_kernel(
-    *refs,  # of each law what `arguments_of` lists; drafted tokens i32 [requests * draft_len]; their number i32 [requests];
+    *refs,  # of each law what `arguments_of` lists; drafted tokens i32 [requests * draft_len] (their number i32 [requests]);
     # outputs: accepted tokens, rows of both laws, factor, leader [requests]; log p of the drafted tokens [requests * draft_len]
     structure, laws, plt, vocab, draft_len,
 ):
@@ -65,7 +65,9 @@ def walk_kernel(
 
     log_p, has_p, keys = read(target, laws[0], first_p, 2)
     log_q, has_q, _ = read(draft, laws[1], first_q, 0)
-    is_real = (token >= 0) & (token < vocab) & has_p & has_q & (place < plt.load(lens_ref.at[request])) & exists
+    is_real = (token >= 0) & (token < vocab) & has_p & has_q & exists
+    if lens_ref is not None:
+        is_real &= place < plt.load(lens_ref.at[request])
     ratio = log_p - log_q  # NaN where p and q are 0: not accepted
     is_accepted = is_real & (noise.log_coin(keys[0], keys[1], 0) < ratio)
     num_proposed, position = (jnp.min(jnp.where(x, draft_len, place)) for x in (is_real, is_accepted))
@@ -113,7 +115,7 @@ def verify_chain(scores: race.Scores, target: dual.Side, draft: dual.Side, keys,
 
     Args:
       scores, target, draft, keys: as in `search.search`; rows are request by request, draft_len + 1 or draft_len of each.
-      tokens: drafted, int32 `[requests, draft_len]`; lens: how many count, int32 `[requests]`.
+      tokens: drafted, int32 `[requests, draft_len]`; lens: how many count, int32 `[requests]`, or None for all.
     """
     requests, draft_len = tokens.shape
     tokens = tokens.reshape(-1)

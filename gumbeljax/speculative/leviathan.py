@@ -138,7 +138,7 @@ def walk(tokens: Array, scores: Scores, coins: Array) -> Stop:
     return Stop(*(jnp.where(going, new, old) for new, old in zip(whole, stop, strict=True)))
 
 
-def _score(target: dual.Side, q: dual.Side, tokens: Array, lens: Array, rows: Array, config: Config,
+def _score(target: dual.Side, q: dual.Side, tokens: Array, lens: Array | None, rows: Array, config: Config,
            stages: Stages) -> Scores:
     """Log-probabilities of the drafted tokens under both laws: the draft's side has the rows of `tokens`, flattened, the
     target's those of `rows [requests, chains, positions]`, which also has the position behind each draft."""
@@ -155,7 +155,8 @@ def _score(target: dual.Side, q: dual.Side, tokens: Array, lens: Array, rows: Ar
     # A draft ends before the first token that does not exist or has no law: there the target draws freely.
     has_target, has_draft = dual.is_law(target.normalizer).reshape(rows.shape)[..., :-1], dual.is_law(q.normalizer)
     real = (tokens >= 0) & (tokens < cut.num_tokens(config)) & has_draft.reshape(shape) & has_target
-    real &= jnp.arange(shape[-1]) < lens[..., None]
+    if lens is not None:
+        real &= jnp.arange(shape[-1]) < lens[..., None]
     proposed = jnp.cumprod(real, axis=-1, dtype=jnp.int32) > 0
     return Scores(proposed, log_p, log_q, factors.reshape(-1, *shape), masses.reshape(-1, *shape))
 
@@ -163,7 +164,8 @@ def _score(target: dual.Side, q: dual.Side, tokens: Array, lens: Array, rows: Ar
 @functools.partial(jax.jit, static_argnames=("target_config", "draft_config"))
 def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, *, target_config: Config,
                   draft_config: Config | None) -> Outcome:
-    """Verifies `tokens [requests, chains, draft_len]`; keys are two words `[requests, positions]`."""
+    """Verifies `tokens [requests, chains, draft_len]`, of which the first `lens [requests, chains]` count, or all; keys are two
+    words `[requests, positions]`."""
     requests, num_chains, draft_len = tokens.shape
     positions, config = draft_len + 1, target_config
     spread = lambda x: jnp.broadcast_to(x[:, None], (requests, num_chains, positions)).reshape(-1)  # noqa: E731
@@ -181,8 +183,9 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
     q = draft_side(draft, draft_config, tokens.reshape(-1))
     stages = stages_of_both(target_config, draft_config)
     if stages.verify_chain is not None and num_chains == 1 and not config.axis_name:
-        tokens, log_probs, position = stages.verify_chain(group_scores, p, q, of_rows, tokens[:, 0], lens[:, 0],
-                                                          sample=FROM_TARGET, vocab=config.vocab)
+        tokens, log_probs, position = stages.verify_chain(group_scores, p, q, of_rows, tokens[:, 0],
+                                                          None if lens is None else lens[:, 0], sample=FROM_TARGET,
+                                                          vocab=config.vocab)
         none = jnp.zeros_like(position)
         return Outcome(tokens, position, log_probs, none, none > 0)
     scores = _score(p, q, tokens, lens, rows, config, stages)

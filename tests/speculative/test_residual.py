@@ -109,9 +109,9 @@ def test_tokens_are_those_of_xla_on_a_gpu(dtype, requests, chains):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("requests", [8, 32])
+@pytest.mark.parametrize("requests", [1, 8, 32])
 def test_mosaic_tokens_are_those_of_xla_on_a_gpu(requests):
-    """Twenty rounds on exact logits: every token, and how often a row needs the pass over both tables."""
+    """Twenty rounds on exact logits: every token, and no row that needs a pass over both tables."""
     vocab, width, draft_len = 32_768, 256, 4
     h, w = exact_head(vocab, width, requests * (draft_len + 1), jnp.bfloat16)
     h = h.reshape(requests, draft_len + 1, width)
@@ -132,9 +132,7 @@ def test_mosaic_tokens_are_those_of_xla_on_a_gpu(requests):
     np.testing.assert_array_equal(got.num_accepted, want.num_accepted)
     np.testing.assert_allclose(got.log_probs, want.log_probs, rtol=1e-4, atol=1e-4)
     rejected = np.asarray(got.num_accepted) < draft_len
-    print(f"{requests} x {draft_len}: {rejected.sum()} rejections, {int(got.undecided.sum())} of them needed both tables, in "
-          f"{int(got.undecided.any(axis=1).sum())} of {len(keys)} calls")
-    assert rejected.mean() > 0.3 and got.undecided.mean() < 0.01
+    assert rejected.mean() > 0.3 and not got.undecided.any()
 
 
 def two_log_softmaxes(h, w, draft_h, draft_w, drafted, key):

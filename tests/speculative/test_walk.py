@@ -62,8 +62,8 @@ def verify(p, q, drafted, lens, key):
     draft, q_config, _ = prepare_law(q, "draft") if q is not None else (None, None, None)
     drafts = check_drafts(drafted, lens, shape, chains=False)
     words = tuple(x.reshape(shape) for x in row_keys(key, shape))
-    return leviathan.verify_drafts.__wrapped__(target, draft, drafts.tokens, drafts.lens, words, target_config=p_config,
-                                               draft_config=q_config)
+    return leviathan.verify_drafts.__wrapped__(target, draft, drafts.tokens, None if lens is None else drafts.lens, words,
+                                               target_config=p_config, draft_config=q_config)
 
 
 @pytest.mark.parametrize("draft_len, kind, vocab_axis", [

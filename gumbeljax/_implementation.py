@@ -126,8 +126,8 @@ def plan(h, w, implementation: str | Tuning | None, device: DeviceFacts, *, voca
 
 class Stages(NamedTuple):
     """What an implementation offers: a draw, the draw of a shard, the mass of the vocabulary, the masses of its groups, the
-    draw of a shard with scores of its groups, the passes over two tables and the search that mostly does without them; None,
-    or the draw under filters."""
+    draw of a shard with scores of its groups, the passes over two tables and the search that mostly does without them; each
+    None, or the draw under filters and the verification of a chain."""
 
     draw: Callable
     piece: Callable
@@ -138,6 +138,7 @@ class Stages(NamedTuple):
     residual_mass: Callable
     residual_search: Callable
     filtered_draw: Callable | None = None
+    verify_chain: Callable | None = None
 
 
 def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None) -> Stages:
@@ -150,7 +151,7 @@ def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None)
         block = None if device.platform == "cpu" else 16384
         both = (functools.partial(f, block=block) for f in (dual.residual_draw, dual.residual_mass))
         return Stages(*(*one, *both, search.search))
-    from pallas_kernels import triton, triton_dual, triton_filtered, triton_search
+    from pallas_kernels import triton, triton_dual, triton_filtered, triton_search, triton_walk
 
     _compat.quiet_triton_deprecation()
     plt = _compat.pallas_triton()
@@ -160,7 +161,8 @@ def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None)
     machine = {"mgpu": None if _unavailable("mosaic", device) else _compat.pallas_mosaic(),
                "num_sms": device.cores or mosaic.NUM_SMS}
     filtered = functools.partial(triton_filtered.draw, plt=plt, **machine)
-    by_triton = Stages(*(*one, *(functools.partial(f, plt=plt) for f in rest), filtered))
+    chain = functools.partial(triton_walk.verify_chain, plt=plt)
+    by_triton = Stages(*(*one, *(functools.partial(f, plt=plt) for f in rest), filtered, chain))
     if implementation == "triton":
         return by_triton
     machine["tiles"] = tiles

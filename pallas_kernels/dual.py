@@ -7,28 +7,32 @@ draft that always proposes one token: q is 1 there.
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels import race, xla
-from pallas_kernels.finish import ids_of, logits_of, token_logits
+from pallas_kernels.finish import has_law, ids_of, logits_of, token_logits
 from pallas_kernels.logits import Elementwise, inverse_temperature, model_logits, processed_logits, rows_of
 
 
 class Normalizer(NamedTuple):
-    """What turns a row's logits into log-probabilities: `log p(v) = (l_v - top) / T - log_total`.
+    """What turns a row's logits into log-probabilities: `log p(v) = (l_v - top) / T - log(total)`.
 
     `token` is one token whose log-probability is known to the last bit (other logits are recomputed in another order of
     summation, and the difference is divided by T). At T = 0 it is the greedy one. Every leaf `[rows]`.
     """
 
     top: Any
-    log_total: Any
+    total: Any  # None for 1
     token: Any
-    token_log_prob: Any
+    token_log_prob: Any  # None where it is that of `top`
+
+    def log_total(self):
+        return 0.0 if self.total is None else jnp.log(self.total)
 
 
 class Side(NamedTuple):
-    """One law: operands as everywhere (`w` None: `h` holds logits; `h` None: all on `normalizer.token`)."""
+    """One law: operands as everywhere (`w` None: `h` holds logits; `h` None: all on `normalizer.token`, all else is None)."""
 
     h: Any
     w: Any
@@ -42,8 +46,13 @@ class Side(NamedTuple):
 def at_rows(side: Side, rows) -> Side:
     """The side at some of its rows."""
     own = {name: x[rows] for name, x in side.options.dense().items() if x.ndim > 1}
-    return side._replace(h=None if side.h is None else side.h[rows], t=side.t[rows], options=side.options._replace(**own),
-                         normalizer=Normalizer(*(x[rows] for x in side.normalizer)))
+    h, t, normalizer = jax.tree.map(lambda x: x[rows], (side.h, side.t, side.normalizer))
+    return side._replace(h=h, t=t, options=side.options._replace(**own), normalizer=normalizer)
+
+
+def is_law(known: Normalizer):
+    """Which rows have a law."""
+    return known.token >= 0 if known.total is None else has_law(known.top, known.total)
 
 
 def log_law(x, ids, side: Side):
@@ -51,8 +60,11 @@ def log_law(x, ids, side: Side):
     known, t = side.normalizer, side.t
     if side.h is None:
         return jnp.where(ids == known.token, 0.0, -jnp.inf)
-    log_prob = jnp.minimum((x - known.top) * inverse_temperature(t) - known.log_total, 0.0)
-    return jnp.where(ids == known.token, known.token_log_prob, jnp.where(t == 0.0, -jnp.inf, log_prob))
+    log_total, known_log_prob = known.log_total(), known.token_log_prob
+    if known_log_prob is None:
+        known_log_prob = jnp.where(t == 0.0, 0.0, -log_total)
+    log_prob = jnp.minimum((x - known.top) * inverse_temperature(t) - log_total, 0.0)
+    return jnp.where(ids == known.token, known_log_prob, jnp.where(t == 0.0, -jnp.inf, log_prob))
 
 
 def logits_at(side: Side, ids):

@@ -21,6 +21,7 @@ from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.logits import Elementwise, model_logits
 from pallas_kernels.mosaic_race import Tile, columns, logits_steps, mass_steps, race_steps, row_vector, store
 from pallas_kernels.tiles import MosaicTiles
+from pallas_kernels.triton_merge import Head
 
 NUM_SMS = 132  # multiprocessors of an H100 or H200; another number is right too, and slower
 
@@ -104,12 +105,13 @@ def last(steps: Iterator, value: Any = None) -> Any:
 
 
 def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_model, tiles, num_sms, sample=0,
-           with_scores=False):
+           with_scores=False, with_logits=True):
     """Runs the kernel; the leaves of a race (high, low, top, total[, model total], winner), of a mass (top, total, argmax), or
-    of logits (top, total[, model total]), each `[pieces of the vocabulary, rows and padding]`. After a race, the model logits
-    of each winning group `[pieces, rows, 16]`, and `with_scores` also the leaves of `race.Scores`, a tile being the
-    `tiles.vocab` ids of a warpgroup. After logits, the raw ones `[rows and padding, ids and padding]`, and of each group the
-    largest processed one and that of `sample_of`, `[rows and padding, groups and padding]`.
+    of logits (top, total[, model total]), each `[pieces of the vocabulary, rows and padding]`. After a race, unless
+    `with_logits` is false, the model logits of each winning group `[pieces, rows, 16]`, and `with_scores` also
+    `race.Scores.told`, a tile being the `tiles.vocab` ids of a warpgroup. After logits, the raw ones
+    `[rows and padding, ids and padding]`, and of each group the largest processed one and that of `sample_of`,
+    `[rows and padding, groups and padding]`.
 
     A program keeps one tile of rows and walks over every n-th tile of the vocabulary. Its third warpgroup fetches ahead, over
     the ends of tiles too; the other two draw from the logits of one tile while the tensor cores make those of the next.
@@ -139,7 +141,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         whole = row_tiles // pair // 2 * pair * cta_m
         parts = [launch(h[part], w, keys and tuple(x[part] for x in keys), t[part], options, mgpu=mgpu, wanted=wanted,
                         vocab=vocab, vocab_axis=vocab_axis, with_model=with_model, tiles=tiles, num_sms=num_sms, sample=sample,
-                        with_scores=with_scores)
+                        with_scores=with_scores, with_logits=with_logits)
                  for part in (slice(0, whole), slice(whole, None))]
         return [jnp.concatenate(part, 1) for part in zip(*parts, strict=True)]
     walkers = min(num_sms // row_tiles, vocab_tiles)  # programs that share the vocabulary of a tile of rows
@@ -148,8 +150,9 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     cluster = {"pair": 2} if pair > 1 else {"twin": 2} if twins > 1 else {}
     # Only rows that exist are copied, counted in eights for each program that reads some: what lies outside an array is slow to
     # fill, and rows of the tile that hold nothing multiply to nothing that is read.
-    h = jnp.pad(h, ((0, -num_rows % (8 * twins)), (0, 0)))
-    h_rows = min(cta_m, h.shape[0])
+    if num_rows > 8 or twins > 1:
+        h = jnp.pad(h, ((0, -num_rows % (8 * twins)), (0, 0)))
+    h_rows = min(cta_m, pl.cdiv(num_rows, 8 * twins) * 8 * twins)
     kept = m if tiles.split_rows else h_rows  # rows of a warpgroup whose results are stored: of few, those lie close together
     rows = row_tiles * (wgs * m if tiles.split_rows else kept)
     vectors = triton_merge.pack(t, keys if wanted == "race" else ())
@@ -173,19 +176,21 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     out_type = [jax.ShapeDtypeStruct((walkers if tiles.split_rows else 2 * walkers, rows), jnp.float32)] * num_floats
     if wanted != "logits":
         out_type.append(jax.ShapeDtypeStruct(out_type[0].shape, jnp.int32))
-    if wanted == "race":
+    if wanted == "race" and with_logits:
         out_type.append(jax.ShapeDtypeStruct((*out_type[0].shape, noise.GROUP), jnp.float32))
     if not tiles.split_rows:  # of few rows not all that were multiplied are stored
         scratch["results"] = [mgpu.SMEM((wgs, m, *x.shape[2:]), x.dtype) for x in out_type]
     num_merged = len(out_type)  # of each walker; what follows is of each tile
     all_rows, all_ids = row_tiles * cta_m, pl.cdiv(vocab_tiles, walkers) * walkers * cta_n
     if with_scores:
-        out_type += [jax.ShapeDtypeStruct((all_ids // n, all_rows), jnp.float32)] * 2
+        out_type.append(jax.ShapeDtypeStruct((all_ids // n, rows), jnp.int32))
+        if not tiles.split_rows:
+            scratch["told"] = mgpu.SMEM((wgs, m), jnp.int32)
     if wanted == "logits":
         out_type += [jax.ShapeDtypeStruct((all_rows, all_ids // size), jnp.float32) for size in (1, noise.GROUP, noise.GROUP)]
 
     def kernel(h_gmem, w_gmem, vectors_gmem, *out_gmem, h_smem, w_smem, filled, emptied, results=(), converted: Any = None,
-               all_converted: Any = None):
+               all_converted: Any = None, told: Any = None):
         scale_gmem: Any = out_gmem[0]  # of 8 bits
         out_gmem = out_gmem[1:] if quantized else out_gmem
         out_gmem, of_tiles_gmem = out_gmem[:num_merged], out_gmem[num_merged:]
@@ -231,9 +236,15 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                 """The number of a tile. The one before the first is empty: what it leaves is overwritten by the first."""
                 return (walker + jnp.maximum(turn, 0) * walkers) * (cta_n // n) + (0 if tiles.split_rows else wg)
 
-            def keep_scores(turn, *scores):
-                for ref, value in zip(of_tiles_gmem, scores, strict=True):
-                    ref[place_of(turn), pl.ds(first_row, m)] = value
+            def keep_scores(turn, scores):
+                told_gmem, = of_tiles_gmem
+                if kept == m:
+                    told_gmem[place_of(turn), pl.ds(first_row, m)] = scores
+                    return
+                mgpu.wait_smem_to_gmem(0)  # of the tile before, long done
+                told[wg] = scores
+                mgpu.commit_smem()
+                mgpu.copy_smem_to_gmem(told.at[wg, pl.ds(0, kept)], told_gmem.at[place_of(turn), pl.ds(first_row, kept)])
 
             def keep_logits(x, turn, g, *of_group):
                 group, size = place_of(turn) * (n // noise.GROUP) + g, noise.GROUP
@@ -352,6 +363,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                 nothing = *nothing, matrix(0.0, noise.GROUP)
             x, *best = lax.fori_loop(0, num_tiles, multiply_tile, (matrix(-jnp.inf, n), *nothing))
             best = last(draw_steps(x, num_tiles - 1, best))
+            best = best[:len(out_gmem)]  # without logits that nobody wants
             piece = walker if tiles.split_rows else 2 * walker + wg
             if tiles.split_rows:
                 for ref, value in zip(out_gmem, best, strict=True):
@@ -393,12 +405,15 @@ def scored_piece(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, samp
     """As `xla.scored_piece`."""
     del precision
     tiles = tiles or choose_tiles(h.shape[0], vocab, vocab_axis, num_sms)
-    high, low, top, total, winner, logits, best, second = launch(
+    # To make them again takes less memory than to keep them, and with few rows no more time.
+    with_logits = h.shape[0] > 128 or options.weight_scale is not None
+    high, low, top, total, winner, *logits, told = launch(
         h, w, keys, t, options, mgpu=mgpu, wanted="race", vocab=vocab, vocab_axis=vocab_axis, with_model=False,
-        tiles=tiles, num_sms=num_sms, sample=sample, with_scores=True)
-    drawn = triton_merge.merge(keys, t, race.Race(high, low, winner, top, total), None, logits, plt=plt, vocab=vocab,
+        tiles=tiles, num_sms=num_sms, sample=sample, with_scores=True, with_logits=with_logits)
+    of_winner = logits[0] if with_logits else Head(h, w, options, vocab_axis)
+    drawn = triton_merge.merge(keys, t, race.Race(high, low, winner, top, total), None, of_winner, plt=plt, vocab=vocab,
                                sample=sample)
-    return drawn, race.Scores(best, second, tiles.vocab)
+    return drawn, race.Scores(told, tiles.vocab)
 
 
 def draw(*arguments, **options) -> Draw:

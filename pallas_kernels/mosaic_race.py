@@ -106,7 +106,7 @@ def race_steps(mgpu, tile: Tile, t, scale, words, sample, best, keep=None):
     winner = jnp.where(first > 0, tile.first_id + noise.GROUP * (num_columns - first), race.NO_ID)
     if keep is not None:
         second = jnp.max(jnp.where(column == spread(num_columns - first), -jnp.inf, high), axis=1)
-        keep(race.marked(best_high, num_columns - first), second)
+        keep(race.told(best_high, second, num_columns - first))
     yield
     top = jnp.max(tops, axis=1)
     down = tops - spread(finite(top))

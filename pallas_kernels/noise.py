@@ -81,3 +81,8 @@ def exponential(key0, key1, stream, index):
 def gumbel(key0, key1, stream, index):
     """Standard Gumbel noise, float32, always finite: -2.82 to 45.1. Arguments are uint32 and broadcast."""
     return -jnp.log(exponential(key0, key1, stream, index))
+
+
+def log_coin(key0, key1, number):
+    """Logs of uniform numbers in (0, 1), never -inf, never 0: of each key the coin with this number."""
+    return jnp.log(uniform(*threefry2x32(key0, key1, stream(COIN, number, 0), jnp.uint32(0))))

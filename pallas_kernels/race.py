@@ -24,6 +24,7 @@ from pallas_kernels import noise
 from pallas_kernels.logits import inverse_temperature
 
 NO_ID = 2**31 - 1
+LEAST_GAP = 107 << 2  # the exponent of 2^-20
 
 
 class Race(NamedTuple):
@@ -45,20 +46,31 @@ class Mass(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What groups scored, for whoever looks for the winner of another race with the same noise: in every tile of `width` ids
-    the `best` group, and the `second`. Both `[tiles, rows]`; tiles behind the vocabulary mean nothing.
-
-    `best` is `marked` and `second` a plain score; or, for a search of whole tiles, `best` is `halved` and `second` None.
+    """What groups scored, for whoever looks for the winner of another race with the same noise: of every tile of `width` ids
+    what `told` packs, int32; or, for a search of whole tiles, the best score, `halved`. `[tiles, rows]`; tiles behind the
+    vocabulary mean nothing.
     """
 
-    best: Any
-    second: Any
+    told: Any
     width: int
 
 
-def marked(high, number):
-    """Scores whose last four bits say which group of its tile scored."""
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(high, jnp.int32) & ~15 | number, jnp.float32)
+def told(best, second, number):
+    """Of a tile in 32 bits: its best score, rounded up to 20 bits; how far below the second is at least, 8 bits; and which of
+    its groups is the best, 4 bits."""
+    bits = lax.bitcast_convert_type(best, jnp.int32)
+    up = jnp.where(bits > 0, bits + 0xFFF, bits) & ~0xFFF
+    # A little less than the gap, for the difference is rounded. Its exponent, 2^-20 to 2^43, and two more bits.
+    gap = (lax.bitcast_convert_type(up, jnp.float32) - second) * (1.0 - 2.0**-20)
+    gap = lax.bitcast_convert_type(jnp.where(second > -jnp.inf, gap, jnp.inf), jnp.int32) >> 21
+    return up | jnp.maximum(jnp.minimum(gap - LEAST_GAP, 255), 0) << 4 | number
+
+
+def untold(word):
+    """(bound on the best score, bound on the second, number of the best) of what `told` packed."""
+    best, gap = lax.bitcast_convert_type(word & ~0xFFF, jnp.float32), (word >> 4) & 255
+    gap = jnp.where(gap > 0, lax.bitcast_convert_type((gap + LEAST_GAP) << 21, jnp.float32), 0.0)
+    return best, best - gap, word & 15
 
 
 def halved(high):
@@ -127,7 +139,7 @@ def best_score(high, low, ids):
 
 
 def second_best(groups: Race, winner):
-    """`Scores.second` of the groups of a tile, `[rows]`."""
+    """The second best score of the groups of a tile, `[rows]`."""
     return jnp.max(jnp.where(groups.winner == winner, -jnp.inf, groups.high), axis=0)
 
 

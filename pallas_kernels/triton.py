@@ -115,7 +115,7 @@ def kernel(
         out += tuple(race.mass_over(processed_logits(model, Elementwise(), allowed), one, first_id))
     if with_scores:
         number = jnp.where(won.winner == race.NO_ID, 0, won.winner - first_id) // noise.GROUP
-        out += race.marked(won.high, number), race.second_best(groups, won.winner)
+        out += (race.told(won.high, race.second_best(groups, won.winner), number),)
     for ref, value in zip(refs, out, strict=True):
         if value.ndim == 1:
             plt.store(ref.at[tile, pl.ds(first_row, tiles.rows)], value, mask=rows < num_rows)
@@ -178,7 +178,7 @@ def operands(h, w, tiles: TritonTiles, *, vocab, vocab_axis, precision):
 def launch(h, w, keys, t, options: Elementwise, *, plt, wanted, vocab, sample, vocab_axis, precision, with_model, tiles,
            interpret, with_scores=False):
     """Runs the kernel over the grid of tiles; every output is `[tiles, rows]` (or `[groups, rows]`). With w None, h holds the
-    raw logits `[rows, vocab]`. `with_scores`: the last two outputs are the leaves of `race.Scores`."""
+    raw logits `[rows, vocab]`. `with_scores`: the last output is `race.Scores.told`."""
     num_rows, d_model = h.shape
     tiles = tiles or default_tiles(num_rows, d_model, h.dtype, w.dtype)
     h, w = operands(h, w, tiles, vocab=vocab, vocab_axis=vocab_axis, precision=precision)
@@ -194,7 +194,7 @@ def launch(h, w, keys, t, options: Elementwise, *, plt, wanted, vocab, sample, v
     if with_model:
         out_shape += [like(arguments, (num_tiles, num_rows), kind) for kind in (f32, i32, f32)]
     if with_scores:
-        out_shape += [like(arguments, (num_tiles, num_rows), f32)] * 2
+        out_shape.append(like(arguments, (num_tiles, num_rows), i32))
     body = functools.partial(
         kernel, has_w=w is not None, wanted=wanted, with_model=with_model, scale=options.scale, soft_cap=options.soft_cap,
         num_keys=len(keys), dense=tuple(options.dense()), has_valid=options.valid is not None, sample=sample, plt=plt,
@@ -213,8 +213,8 @@ def piece(*arguments, **options) -> Piece:
 
 def scored_piece(*arguments, **options) -> tuple[Piece, race.Scores]:
     """As `xla.scored_piece`."""
-    drawn, (best, second), width = _piece(*arguments, **options, with_scores=True)
-    return drawn, race.Scores(best, second, width)
+    drawn, told, width = _piece(*arguments, **options, with_scores=True)
+    return drawn, race.Scores(told, width)
 
 
 def _piece(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, sample=0, vocab_axis=0, precision=None,
@@ -226,7 +226,7 @@ def _piece(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, s
     model = race.Mass(*out[5:8]) if with_model else None
     drawn = triton_finish.finish(h, w, keys, t, options, race.Race(*out[:5]), model, plt=plt, vocab=vocab, sample=sample,
                                  vocab_axis=vocab_axis, interpret=interpret)
-    return drawn, out[-2:], tiles.vocab
+    return drawn, out[-1], tiles.vocab
 
 
 def draw(*arguments, **options) -> Draw:

@@ -31,8 +31,8 @@ def _kernel(
         return plt.load(ref.at[pl.ds(first_row, tiles.rows)], mask=rows < num_rows, other=0)
 
     def log_law(refs, law):
-        known = dual.Normalizer(*map(row_vector, refs["normalizer"]))
-        side = dual.Side(refs["h"], None, row_vector(refs["t"]), Elementwise(), known)
+        t, known = jax.tree.map(row_vector, (refs["t"], refs["normalizer"]))
+        side = dual.Side(refs["h"], None, t, Elementwise(), known)
         if refs["h"] is None:
             return dual.log_law(None, ids, side)
         x = triton.tile_logits(plt, refs["h"], refs["w"], first_id, first_row, vocab=vocab, num_rows=num_rows, tiles=tiles,
@@ -66,7 +66,7 @@ def _launch(target: dual.Side, draft: dual.Side, factor, keys, *, plt, wanted, s
     num_tiles = pl.cdiv(vocab, tiles.vocab)
 
     def arguments_of(side):
-        return {"normalizer": tuple(side.normalizer), "t": side.t, "h": side.h, "w": side.w, "dense": given(side.options)}
+        return {"normalizer": side.normalizer, "t": side.t, "h": side.h, "w": side.w, "dense": given(side.options)}
 
     laws = [{"d_model": None if side.h is None else side.h.shape[1], "vocab_axis": side.vocab_axis,
              "precision": triton.dot_precision(side.precision), "dense": tuple(side.options.dense()),

@@ -1,6 +1,8 @@
-"""Stage 2 where stage 1 kept the logits of its winners: a program per row merges the pieces of the vocabulary and draws."""
+"""Stage 2 behind the Mosaic kernel: a program per row merges the pieces of the vocabulary and draws, from the logits of their
+winners that stage 1 kept, or with new ones where it kept none."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +11,19 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import finish, noise, race
 from pallas_kernels.finish import Draw, Piece
-from pallas_kernels.logits import LOG2_E, inverse_temperature
-from pallas_kernels.triton_finish import like
+from pallas_kernels.logits import LOG2_E, Elementwise, inverse_temperature, model_logits
+from pallas_kernels.triton_finish import group_products, like
 
 MASS_ROWS = 16  # rows of a program
+
+
+class Head(NamedTuple):
+    """What logits come from; options without dense ones."""
+
+    h: Any
+    w: Any
+    options: Elementwise
+    vocab_axis: int
 
 
 def pack(t, keys=()):
@@ -27,12 +38,13 @@ def pack(t, keys=()):
 
 def kernel(
     vectors_ref,  # of `pack`; among the keys, the first id of a shard
-    *refs,  # [pieces, rows], f32, winner i32: high, low, winner, top, total(, model total); logits f32 [pieces, rows, 16];
-    # outputs
-    with_model, num_keys, sample, plt, vocab, num_pieces,
+    *refs,  # [pieces, rows], f32, winner i32: high, low, winner, top, total(, model total); logits f32 [pieces, rows, 16], or
+    # h and w; outputs
+    with_model, num_keys, sample, plt, vocab, num_pieces, raw,
 ):
-    """What one program does: the draw of its row."""
-    race_refs, logits_ref, out_refs = refs[:5 + with_model], refs[5 + with_model], refs[6 + with_model:]
+    """What one program does: the draw of its row. `raw`: how to make logits, or None."""
+    race_refs, refs = refs[:5 + with_model], refs[5 + with_model:]
+    logits_refs, out_refs = (refs[:1], refs[1:]) if raw is None else (refs[:2], refs[2:])
     row = pl.program_id(0)
     zero = row - row  # a start that is not a constant: JAX refuses slices that it can see to end out of bounds, masked or not
     padded = pl.next_power_of_2(num_pieces)
@@ -44,9 +56,12 @@ def kernel(
         plt.load(ref.at[pl.ds(zero, padded), row], mask=piece < num_pieces, other=other)[:, None]
         for ref, other in zip(race_refs, empties, strict=False))
     won = race.merge(race.Race(high, low, winner, top, total), t)
-    where = jnp.sum(jnp.where((winner == won.winner) & (winner != race.NO_ID), piece[:, None], 0))
-    logits = plt.load(logits_ref.at[where, row, pl.ds(0, noise.GROUP)])[:, None]
     first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
+    if raw is None:
+        where = jnp.sum(jnp.where((winner == won.winner) & (winner != race.NO_ID), piece[:, None], 0))
+        logits = plt.load(logits_refs[0].at[where, row, pl.ds(0, noise.GROUP)])[:, None]
+    else:
+        logits = raw(plt, *logits_refs, row, jnp.sum(first), zero, vocab=vocab)
     ids = first[None] + lax.broadcasted_iota(jnp.int32, (noise.GROUP, 1), 0)
     logits = jnp.where(ids < vocab, logits, -jnp.inf)
     model_mass = None
@@ -59,24 +74,35 @@ def kernel(
         plt.store(ref.at[pl.ds(row, 1)], value)
 
 
+def group_of(plt, h_ref, w_ref, row, first, zero, *, scale, soft_cap, d_model, vocab, vocab_axis):
+    """Model logits `[16, 1]` of the group whose first id is `first`."""
+    chunk = min(2048, pl.next_power_of_2(d_model))
+    x = group_products(plt, h_ref, w_ref, row, first, zero, vocab=vocab, d_model=d_model, vocab_axis=vocab_axis, chunk=chunk)
+    return model_logits(x[:, None], scale, soft_cap)
+
+
 def merge(keys, t, pieces: race.Race, model_total, logits, *, plt, vocab, sample=0, interpret=False) -> Piece:
     """As `finish.finish`, from the unmerged leaves `[pieces, rows]` of stage 1 and the model logits of each piece's winning
-    group `[pieces, rows, 16]`. Without bias and mask the processed logits are the model's, so the two laws share `top`."""
-    num_rows, with_model = t.shape[0], model_total is not None
-    arguments = [pack(t, keys), *pieces, *([model_total] if with_model else []), logits]
+    group `[pieces, rows, 16]`, or a `Head` to make those of the winner from. Without bias and mask the processed logits are the
+    model's, so the two laws share `top`."""
+    num_rows, with_model, raw = t.shape[0], model_total is not None, None
+    if isinstance(logits, Head):
+        raw = functools.partial(group_of, scale=logits.options.scale, soft_cap=logits.options.soft_cap,
+                                d_model=logits.h.shape[1], vocab_axis=logits.vocab_axis)
+    arguments = [pack(t, keys), *pieces, *([model_total] if with_model else []), *([logits] if raw is None else logits[:2])]
     body = functools.partial(kernel, with_model=with_model, num_keys=len(keys), sample=sample, plt=plt, vocab=vocab,
-                             num_pieces=pieces.high.shape[0])
+                             num_pieces=pieces.high.shape[0], raw=raw)
     f32, i32 = (like(arguments, (num_rows,), dtype) for dtype in (jnp.float32, jnp.int32))
     outputs = (i32, f32, f32, f32, race.Race(f32, f32, i32, f32, f32), race.Mass(f32, i32, f32) if with_model else None)
     out = pl.pallas_call(
         body, grid=(num_rows,), out_shape=jax.tree.leaves(outputs), interpret=interpret, name="gumbeljax_merge",
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1))(*arguments)
+        compiler_params=plt.CompilerParams(num_warps=4 if raw is None else 16, num_stages=1))(*arguments)
     token, model_log_prob, tempered, log_normalizer, won, mass = jax.tree.unflatten(jax.tree.structure(outputs), out)
     return Piece(Draw(token, model_log_prob, tempered, tempered, log_normalizer), won, mass)
 
 
-def mass_kernel(t_ref, top_ref, argmax_ref, total_ref, *out_refs, plt, num_pieces, num_rows):
-    """The masses of some rows; t is `[rows]`, masses are `[pieces, at least as many rows]`."""
+def mass_kernel(vectors_ref, top_ref, argmax_ref, total_ref, *out_refs, plt, num_pieces, num_rows):
+    """The masses of some rows; vectors are those of `pack`, masses are `[pieces, at least as many rows]`."""
     first = pl.program_id(0) * MASS_ROWS
     rows = first + lax.broadcasted_iota(jnp.int32, (MASS_ROWS,), 0)
     shape = pl.next_power_of_2(num_pieces), MASS_ROWS
@@ -84,7 +110,7 @@ def mass_kernel(t_ref, top_ref, argmax_ref, total_ref, *out_refs, plt, num_piece
     zero = first - first
     top, argmax, total = (plt.load(ref.at[pl.ds(zero, shape[0]), pl.ds(first, MASS_ROWS)], mask=exists, other=other)
                           for ref, other in ((top_ref, -jnp.inf), (argmax_ref, race.NO_ID), (total_ref, 0)))
-    t = plt.load(t_ref.at[pl.ds(first, MASS_ROWS)], mask=rows < num_rows, other=1.0)
+    t = lax.bitcast_convert_type(plt.load(vectors_ref.at[zero, pl.ds(first, MASS_ROWS)]), jnp.float32)
     for ref, value in zip(out_refs, race.merge_masses(race.Mass(top, argmax, total), t), strict=True):
         plt.store(ref.at[pl.ds(first, MASS_ROWS)], value, mask=rows < num_rows)
 
@@ -92,7 +118,7 @@ def mass_kernel(t_ref, top_ref, argmax_ref, total_ref, *out_refs, plt, num_piece
 def merge_masses(pieces: race.Mass, t, *, plt, interpret=False) -> race.Mass:
     """As `race.merge_masses` in one launch, where XLA makes four; the rows of `pieces` may be padded."""
     num_pieces, num_rows = pieces.top.shape[0], t.shape[0]
-    arguments = t, *pieces
+    arguments = pack(t), *pieces
     body = functools.partial(mass_kernel, plt=plt, num_pieces=num_pieces, num_rows=num_rows)
     out_shape = [like(arguments, (num_rows,), x.dtype) for x in pieces]
     return race.Mass(*pl.pallas_call(

@@ -1,11 +1,11 @@
 """`search` on NVIDIA GPUs, through Pallas' Triton backend: some programs a row, each with its own share of the tiles.
 
-A program looks at its groups in the order of their bounds, until its best score under r is above those of the rest, or none of
-them is above a floor. A tile says its best group and what bounds the others, which follow one by one.
+A program looks at its groups in the order of their bounds, until the best score under r is above those of the rest. The
+programs of a row tell each other what they have found through one number in memory, `leader`. What it is when they look changes
+how much they do and never what they find: a group that could have won is looked at, whoever is first. A tile says its best
+group and what bounds the others, which follow one by one.
 
-The floor of the first launch leaves about `FIRST` groups a row: at most exp(-x) groups on average have a score above x, for
-every p. The second launch goes on from there, down to the best score of the first one or to the floor of `MOST` groups; only
-rows of which the residual is small have work in it.
+On one shard of several, a floor ends the search: a shard does not hear of what the others find.
 """
 
 import functools
@@ -16,11 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import dual, noise, race, search
+from pallas_kernels import dual, kept, noise, race, search
 from pallas_kernels.logits import Elementwise, model_logits, processed_logits
 from pallas_kernels.triton_finish import given, group_option, group_products, like
+from pallas_kernels.triton_merge import pack
 
-FIRST, MOST = 8, 64  # groups that a row looks at on average where their bounds alone decide
+MOST = 64  # groups that a shard looks at on average where their bounds alone decide: at most exp(-x) groups on average have a
+# score above x, for every p
+LEAST = -0x7F800001  # the key of -inf
 
 
 def choose_shares(num_rows: int) -> int:
@@ -28,41 +31,52 @@ def choose_shares(num_rows: int) -> int:
     return min(32, max(4, pl.next_power_of_2(256 // num_rows)))
 
 
+def arguments_of(side: dual.Side, keys=()) -> tuple[dict, dict]:
+    """(what kernels read of a law, what is fixed of it): its normaliser `[rows]`; temperatures and keys as `pack` puts them, h,
+    w and dense options, unless all is on one token."""
+    has_table = side.h is not None
+    arrays = {"normalizer": side.normalizer, "vectors": pack(side.t, keys) if has_table else None, "h": side.h, "w": side.w,
+              "dense": given(side.options)}
+    return arrays, {"d_model": side.h.shape[1] if has_table else None, "vocab_axis": side.vocab_axis,
+                    "dense": tuple(side.options.dense()), "has_valid": side.options.valid is not None,
+                    "scale": side.options.scale, "soft_cap": side.options.soft_cap}
+
+
+def law_of_rows(plt, refs, rows, zero, num_keys=0, **masking):
+    """(t, keys, normaliser) of some rows of a law."""
+    t, *keys = (None,) if refs["vectors"] is None else (
+        plt.load(refs["vectors"].at[zero + i, rows], **masking) for i in (0, *range(2, 2 + num_keys)))
+    known = jax.tree.map(lambda ref: plt.load(ref.at[rows], **masking), refs["normalizer"])
+    return t if t is None else lax.bitcast_convert_type(t, jnp.float32), tuple(keys), known
+
+
 def _kernel(
-    *refs,  # of each law: its normaliser, t `[rows]` (h, w, dense options, valid); u32 [rows of the target] x num_keys;
-    # rows of both laws i32, factor f32 [searches]; best, second [tiles, all rows]; what an earlier launch found
-    # [shares, searches]; outputs
-    structure, laws, sample, plt, vocab, width, shares, floor, ceiling,
+    *refs,  # of each law what `arguments_of` lists; rows of both laws i32, factor f32, leader i32 [searches]; scores i32
+    # [tiles, all rows]; outputs [shares, searches]; leader again
+    structure, laws, num_keys, sample, plt, vocab, width, shares, floor,
 ):
-    target, draft, key_refs, asked, scores, earlier, out_refs = jax.tree.unflatten(structure, refs)
+    num_inputs = structure.num_leaves
+    target, draft, (place_ref, draft_place_ref, factor_ref, _), told_ref = jax.tree.unflatten(structure, refs[:num_inputs])
+    *out_refs, leader_ref = refs[num_inputs:]
     row, share = (f(pl.program_id(0), jnp.int32(shares)) for f in (lax.div, lax.rem))  # int32 under x64 too
     zero = row - row  # a start that is not a constant: JAX refuses slices that it can see to end out of bounds, masked or not
-    place, draft_place = (plt.load(ref.at[row]) for ref in asked[:2])
-    one_of = lambda ref, row: plt.load(ref.at[pl.ds(row, 1)])  # noqa: E731
-    keys, factor = tuple(one_of(ref, place) for ref in key_refs), one_of(asked.factor, row)
-    t, known = one_of(target["t"], place), dual.Normalizer(*(one_of(ref, place) for ref in target["normalizer"]))
+    place, draft_place = (plt.load(ref.at[row]) for ref in (place_ref, draft_place_ref))
+    factor = plt.load(factor_ref.at[pl.ds(row, 1)])
+    t, keys, known = law_of_rows(plt, target, pl.ds(place, 1), zero, num_keys)
 
     tiles, in_tile = pl.cdiv(vocab, width), width // noise.GROUP
     tile = share + shares * lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(pl.cdiv(tiles, shares)),), 0)
-    best, second = (plt.load(ref.at[tile, place], mask=tile < tiles, other=-jnp.inf) for ref in scores)
-    winner = lax.bitcast_convert_type(best, jnp.int32) & 15
-    of_best, of_others = (search.bounds(x, t, known) for x in (best, second))
+    best, second, winner = race.untold(plt.load(told_ref.at[tile, place], mask=tile < tiles, other=0))
+    of_best, of_others = (jnp.where(tile < tiles, search.bounds(x, t, known), -jnp.inf) for x in (best, second))
 
     def bounds_of(done):
         """Of the groups of each tile that come next: the best, and then all others, one after the other."""
         bounds = jnp.where(done == 0, of_best, jnp.where(done < in_tile, of_others, -jnp.inf))
         return jnp.where(factor > 0.0, bounds, -jnp.inf)
 
-    lowest = jnp.float32(floor)
-    if earlier:
-        share_of = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(shares),), 0)
-        known_high, known_low = (plt.load(ref.at[pl.ds(zero, share_of.shape[0]), row], mask=share_of < shares, other=-jnp.inf)
-                                 for ref in earlier[:2])
-        lowest = jnp.maximum(lowest, jnp.max(jnp.where(known_high > -jnp.inf, known_high + known_low, -jnp.inf)))
-
     def log_law(refs, law, row, first):
-        side = dual.Side(refs["h"], None, one_of(refs["t"], row), Elementwise(),
-                         dual.Normalizer(*(one_of(ref, row) for ref in refs["normalizer"])))
+        t, _, known = law_of_rows(plt, refs, pl.ds(row, 1), zero)
+        side = dual.Side(refs["h"], None, t, Elementwise(), known)
         tokens = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP, 1), 0)
         if refs["h"] is None:
             return dual.log_law(None, tokens, side)
@@ -76,7 +90,7 @@ def _kernel(
         return jnp.where(x == -jnp.inf, -jnp.inf, dual.log_law(x, tokens, side))
 
     def look(state):
-        done, high, low, token, log_p, mass = state
+        done, _, high, low, token, log_p, mass = state
         bounds = bounds_of(done)
         now = tile == jnp.min(jnp.where(bounds == jnp.max(bounds), tile, race.NO_ID))
         group = lax.rem(winner + done, jnp.int32(in_tile))
@@ -85,51 +99,48 @@ def _kernel(
         new = search.score_groups(dual.log_residual(log_ps, log_qs, factor), log_ps, keys, first[None], sample=sample)
         better = (new.high > high) | ((new.high == high) & (new.low > low))
         pick = lambda new, old: jnp.where(better, new, old)  # noqa: E731
-        return (jnp.where(now, done + 1, done), pick(new.high, high), pick(new.low, low), pick(new.token, token),
-                pick(new.log_p, log_p), mass + new.mass)
+        high, low, mass = pick(new.high, high), pick(new.low, low), mass + new.mass
+        # Nobody stops for what may be rounding: then all is looked at.
+        mine = kept.ordered_keys(jnp.max(jnp.where((high > -jnp.inf) & (mass > search.NEGLIGIBLE), high + low, -jnp.inf)))
+        leader = jnp.maximum(plt.atomic_max(leader_ref, (row,), mine), mine)
+        return jnp.where(now, done + 1, done), leader, high, low, pick(new.token, token), pick(new.log_p, log_p), mass
 
     def goes_on(state):
-        done, high, low = state[:3]
-        found = jnp.max(jnp.where(high > -jnp.inf, high + low, -jnp.inf))
-        return jnp.max(bounds_of(done)) > jnp.maximum(lowest, found)
+        done, leader = state[:2]
+        return jnp.max(bounds_of(done)) > jnp.maximum(floor, kept.logits_of(leader))
 
     number = lambda value, dtype: jnp.full((1,), value, dtype)  # noqa: E731
     nothing = (number(-jnp.inf, jnp.float32), number(0.0, jnp.float32), number(race.NO_ID, jnp.int32),
                number(-jnp.inf, jnp.float32), number(0.0, jnp.float32))
-    done = jnp.where(of_others > ceiling, in_tile, jnp.where(of_best > ceiling, 1, 0))  # by an earlier launch
-    start = (plt.load(ref.at[share, pl.ds(row, 1)]) for ref in earlier) if earlier else nothing
-    found = lax.while_loop(goes_on, look, (done, *start))[1:]
+    found = lax.while_loop(goes_on, look, (jnp.zeros_like(tile), plt.load(leader_ref.at[row]), *nothing))[2:]
     for ref, value in zip(out_refs, found, strict=True):
         plt.store(ref.at[share, pl.ds(row, 1)], value)
 
 
-def _launch(scores: race.Scores, target: dual.Side, draft: dual.Side, keys, asked: search.Asked, earlier, *, plt, sample,
-            vocab, shares, floor, ceiling, interpret):
-    """One launch; high, low, token, log p, mass, each `[shares, searches]`."""
+def search_shares(scores: race.Scores, target: dual.Side, draft: dual.Side, keys, asked: search.Asked, leader, *, plt, sample,
+                  vocab, most=None, shares=None, interpret=False) -> search.Found:
+    """What the programs of each row found, `[shares, searches]`. `leader`: keys of -inf, int32 `[searches]`, donated. `most`: a
+    limit on bounds, that which leaves this many groups."""
     num_rows = asked.factor.shape[0]
-
-    def arguments_of(side):
-        return {"normalizer": tuple(side.normalizer), "t": side.t, "h": side.h, "w": side.w, "dense": given(side.options)}
-
-    laws = [{"d_model": None if side.h is None else side.h.shape[1], "vocab_axis": side.vocab_axis,
-             "dense": tuple(side.options.dense()), "has_valid": side.options.valid is not None, "scale": side.options.scale,
-             "soft_cap": side.options.soft_cap} for side in (target, draft)]
-    inputs = (*map(arguments_of, (target, draft)), list(keys), asked, list(scores[:2]), earlier)
-    flat = jax.tree.leaves(inputs)
-    out_shape = [like(flat, (shares, num_rows), kind) for kind in (jnp.float32,) * 2 + (jnp.int32,) + (jnp.float32,) * 2]
-    body = functools.partial(_kernel, structure=jax.tree.structure((*inputs, out_shape)), laws=laws, sample=sample, plt=plt,
-                             vocab=vocab, width=scores.width, shares=shares, floor=floor, ceiling=ceiling)
-    return pl.pallas_call(
-        body, grid=(num_rows * shares,), out_shape=out_shape, interpret=interpret, name="gumbeljax_residual_search",
+    shares, floor = shares or choose_shares(num_rows), -math.inf if most is None else -math.log(most)
+    (p, p_law), (q, q_law) = arguments_of(target, keys), arguments_of(draft)
+    inputs = p, q, (*asked, leader), scores.told
+    flat, structure = jax.tree.flatten(inputs)
+    like_all = functools.partial(like, flat)
+    out_shape = [like_all((shares, num_rows), kind) for kind in (jnp.float32,) * 2 + (jnp.int32,) + (jnp.float32,) * 2]
+    body = functools.partial(_kernel, structure=structure, laws=(p_law, q_law), num_keys=len(keys), sample=sample, plt=plt,
+                             vocab=vocab, width=scores.width, shares=shares, floor=floor)
+    place = len(jax.tree.leaves(inputs[:3])) - 1
+    high, low, token, log_p, mass, _ = pl.pallas_call(
+        body, grid=(num_rows * shares,), out_shape=[*out_shape, like_all((num_rows,), jnp.int32)],
+        input_output_aliases={place: len(out_shape)}, interpret=interpret, name="gumbeljax_residual_search",
         compiler_params=plt.CompilerParams(num_warps=16, num_stages=1))(*flat)
+    return search.Found(high, low, token, log_p, mass, None if most is None else jnp.full_like(high, floor))
 
 
-def search_rows(scores: race.Scores, target: dual.Side, draft: dual.Side, keys, asked: search.Asked, *, plt, sample, vocab,
-                first=FIRST, most=MOST, shares=None, interpret=False) -> search.Found:
-    """As `search.search`, with a limit on bounds in place of one on groups."""
-    launch = functools.partial(_launch, scores, target, draft, keys, asked, plt=plt, sample=sample, vocab=vocab,
-                               shares=shares or choose_shares(asked.factor.shape[0]), interpret=interpret)
-    ceiling, floor = -math.log(first), -math.log(most)
-    one = launch([], floor=ceiling, ceiling=math.inf)
-    high, low, token, log_p, mass = launch(one, floor=floor, ceiling=ceiling)
-    return search.best_of(search.Found(high, low, token, log_p, mass, jnp.full_like(high, floor)))
+def search_rows(scores: race.Scores, target: dual.Side, draft: dual.Side, keys, asked: search.Asked, *, is_shard=False,
+                most=None, **options) -> search.Found:
+    """As `search.search`; without a limit, or, on a shard, with one on bounds in place of one on groups."""
+    leader = jnp.full_like(asked.target_row, LEAST)
+    most = MOST if is_shard and most is None else most
+    return search.best_of(search_shares(scores, target, draft, keys, asked, leader, most=most, **options))

@@ -148,7 +148,7 @@ def scored_piece(h, w, keys, t, options: Elementwise = Elementwise(), *, vocab, 
 
     won, best = fold_and_keep(of_block, lambda pair: race.merge(pair, t), vocab, block)
     out = finish(h, w, keys, t, options, won, None, vocab=vocab, sample=sample, vocab_axis=vocab_axis)
-    return Piece(out, won, None), race.Scores(best, None, width)
+    return Piece(out, won, None), race.Scores(best, width)
 
 
 def draw(*arguments, **options) -> Draw:

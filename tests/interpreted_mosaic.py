@@ -20,12 +20,12 @@ mgpu, plt = _compat.pallas_mosaic(), _compat.pallas_triton()
 
 
 def mosaic_stage1(h, w, words, t, options, *, vocab, vocab_axis=0, tiles=None, wanted="race", num_sms=1, sample=0,
-                  with_scores=False):
+                  **extra):
     """What the Mosaic GPU kernel returns under its interpreter, for the rows that exist."""
     with mgpu.force_gpu_interpret_mode(mgpu.InterpretGPUParams()):
         out = mosaic.launch(h, w, words, t, options, mgpu=mgpu, wanted=wanted, vocab=vocab, vocab_axis=vocab_axis,
                             with_model=wanted == "race", tiles=tiles, num_sms=num_sms, sample=sample,
-                            with_scores=with_scores)
+                            **extra)
     return [x[:, :h.shape[0]] for x in out]
 
 
@@ -97,18 +97,28 @@ def test_interpreted_mosaic_kernel_of_8_bits_equals_the_oracle(dtype, h_dtype, r
     (5, 2, MosaicTiles(False, 64, 64, 2)), (130, 2, MosaicTiles(True, 96, 64, 2)), (65, 3, MosaicTiles(True, 112, 64, 2)),
     (3, 1, MosaicTiles(False, 16, 64, 2)), (5, 2, MosaicTiles(False, 64, 64, 2, pair_vocab=True))])
 def test_scores_of_the_tiles_equal_the_oracle(rows, num_sms, tiles):
-    """Of each tile the best group and the second, whatever the tiles; the race beside them is the same with and without."""
+    """Of each tile the best group and the second, whatever the tiles; the race beside them is the same with and without, and so
+    is the draw, from logits of the winning group that are made again."""
     vocab = 509
     h, w = heads.exact_head(576, 64, rows, jnp.bfloat16)
     words = heads.keys_of(9, rows)[1]
     t = np.random.default_rng(0).choice([0.5, 1.0, 2.0], rows)
     call = functools.partial(mosaic_stage1, h, w, tuple(jnp.asarray(words.T)), canonical_temperature(t), Elementwise(),
                              vocab=vocab, tiles=tiles, num_sms=num_sms, sample=3)
-    *plain, best, second = call(with_scores=True)
-    for a, b in zip(plain, call(), strict=True):
+    *plain, told = call(with_scores=True, with_logits=rows > 128)
+    *kept, logits = call()
+    if rows > 128:
+        np.testing.assert_array_equal(plain.pop(), logits)
+    for a, b in zip(plain, kept, strict=True):
         np.testing.assert_array_equal(a, b)
+    high, low, top, total, _, winner = kept
+    finish = functools.partial(triton_merge.merge, tuple(jnp.asarray(words.T)), canonical_temperature(t),
+                               race.Race(high, low, winner, top, total), None, plt=plt, vocab=vocab, sample=3, interpret=True)
+    one, two = finish(logits).draw, finish(triton_merge.Head(h, w, Elementwise(), 0)).draw
+    np.testing.assert_array_equal(one.token, two.token)
+    np.testing.assert_allclose(one.tempered_log_prob, two.tempered_log_prob, rtol=1e-6, atol=1e-6)
     want = oracles.group_scores(heads.exact_logits(h, w)[:, :vocab], words, t, sample=3)
-    check_scores(race.Scores(best, second, tiles.vocab), want)
+    check_scores(race.Scores(told, tiles.vocab), want)
 
 
 @pytest.mark.parametrize("vocab_axis, rows, num_sms, tiles", [

@@ -124,7 +124,7 @@ def test_mosaic_lowers(vocab, d_model, rows, vocab_axis):
 
     def everything(h, w, words, t):
         return (mosaic.draw(h, w, words, t, plt=plt, with_model=True, **table), mosaic.draw(h, w, words, t, plt=plt, **table),
-                mosaic.scored_piece(h, w, words, t, plt=plt, **table)[1][:2],
+                mosaic.scored_piece(h, w, words, t, plt=plt, **table)[1].told,
                 mosaic.stage1_mass(h, w, t, Elementwise(0.5, 30.0), plt=plt, **table))
 
     assert "mosaic_gpu" in lower(everything, DEVICES[0], h, w, words, t).as_text()

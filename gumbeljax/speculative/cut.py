@@ -102,7 +102,7 @@ def residual_search(scores: race.Scores, target: dual.Side, draft: dual.Side, ke
     target, draft = _own((target, draft), config)
     keys = (*keys, jnp.full_like(keys[0], first.astype(jnp.uint32)))
     keys, asked = _varying((keys, asked), axes)
-    found = stages.residual_search(scores, target, draft, keys, asked, sample=sample, vocab=config.vocab)
+    found = stages.residual_search(scores, target, draft, keys, asked, sample=sample, vocab=config.vocab, is_shard=True)
     return search.best_of(search.Found(*_mesh.gather(tuple(found._replace(token=found.token + first)), axes)))
 
 

@@ -15,12 +15,10 @@ from gumbeljax._implementation import Stages
 from gumbeljax._typing import Array
 from gumbeljax.speculative import cut
 from pallas_kernels import dual, noise, race, search, xla
-from pallas_kernels.finish import has_law
 from pallas_kernels.logits import Elementwise
 
 STREAMS = 2**23  # of one purpose: sample number STREAMS is the first of the next purpose
 FROM_TARGET = noise.RESIDUAL * STREAMS  # the bonus, or what replaces a rejected token: a position has one or the other
-NEGLIGIBLE = 2.0**-20  # a residual mass below it is rounding: p and q are equal
 
 
 class Outcome(NamedTuple):
@@ -67,21 +65,16 @@ def target_side(operands: Operands, config: Config, keys) -> tuple[dual.Side, ra
     """One pass over the target's table: p's normaliser and a token drawn from p (-1 without a law), at every row, and what the
     groups scored in that draw."""
     drawn, scores = cut.scored_draw(operands, config, keys, sample=FROM_TARGET)
-    zero = jnp.zeros_like(drawn.log_normalizer)
-    normalizer = dual.Normalizer(drawn.log_normalizer, zero, drawn.token, drawn.processed_log_prob)
+    normalizer = dual.Normalizer(drawn.log_normalizer, None, drawn.token, drawn.processed_log_prob)
     return _side(operands, config, normalizer), scores
 
 
-def draft_side(operands: Operands | None, config: Config | None, tokens: Array) -> tuple[dual.Side, Array]:
-    """One pass over the draft's table: q's normaliser, and whether q is a law. Without operands q is all on the token."""
+def draft_side(operands: Operands | None, config: Config | None, tokens: Array) -> dual.Side:
+    """One pass over the draft's table: q's normaliser. Without operands q is all on the token."""
     if operands is None or config is None:
-        zero = jnp.zeros(tokens.shape, jnp.float32)
-        return dual.Side(None, None, zero, Elementwise(), dual.Normalizer(zero, zero, tokens, zero)), tokens >= 0
+        return dual.Side(None, None, None, Elementwise(), dual.Normalizer(None, None, tokens, None))
     mass = _shards.mass(operands, config)
-    log_total = jnp.log(mass.total)
-    known = jnp.where(operands.t == 0.0, 0.0, -log_total)
-    side = _side(operands, config, dual.Normalizer(mass.top, log_total, mass.argmax, known))
-    return side, has_law(mass.top, mass.total)
+    return _side(operands, config, dual.Normalizer(mass.top, mass.total, mass.argmax, None))
 
 
 def levels(target: dual.Side, draft: dual.Side, num_chains: int, config: Config, stages: Stages) -> tuple[Array, Array]:
@@ -95,10 +88,8 @@ def levels(target: dual.Side, draft: dual.Side, num_chains: int, config: Config,
 
 
 def log_coins(keys, num_chains: int) -> Array:
-    """Logs of uniform numbers in (0, 1), never -inf, never 0, `[chains, requests, positions]`."""
-    numbers = jnp.arange(num_chains)[:, None, None]
-    words = noise.threefry2x32(keys[0], keys[1], noise.stream(noise.COIN, numbers, 0), jnp.uint32(0))
-    return jnp.log(noise.uniform(*words))
+    """One for each chain and position, `[chains, requests, positions]`."""
+    return noise.log_coin(keys[0], keys[1], jnp.arange(num_chains)[:, None, None])
 
 
 def _at_level(x: Array, level: Array) -> Array:
@@ -134,7 +125,7 @@ def walk(tokens: Array, scores: Scores, coins: Array) -> Stop:
             factor, mass = (_at_level(x[:, :, n, j], level) for x in (scores.factors, scores.masses))
             left = dual.log_residual(scores.log_p[:, n, j], scores.log_q[:, n, j], factor)
             ratio = left - jnp.log(mass) - scores.log_q[:, n, j]  # NaN where p and q are 0: not accepted
-            accepted = tried & (mass > NEGLIGIBLE) & (coins[n, :, j] < ratio)
+            accepted = tried & (mass > search.NEGLIGIBLE) & (coins[n, :, j] < ratio)
             taken = jnp.where(accepted, n, taken)
             level = level + (tried & ~accepted)
         onward = going & (taken < num_chains)
@@ -147,7 +138,7 @@ def walk(tokens: Array, scores: Scores, coins: Array) -> Stop:
     return Stop(*(jnp.where(going, new, old) for new, old in zip(whole, stop, strict=True)))
 
 
-def _score(target: dual.Side, q: dual.Side, exists: Array, tokens: Array, lens: Array, rows: Array, config: Config,
+def _score(target: dual.Side, q: dual.Side, tokens: Array, lens: Array | None, rows: Array, config: Config,
            stages: Stages) -> Scores:
     """Log-probabilities of the drafted tokens under both laws: the draft's side has the rows of `tokens`, flattened, the
     target's those of `rows [requests, chains, positions]`, which also has the position behind each draft."""
@@ -162,9 +153,10 @@ def _score(target: dual.Side, q: dual.Side, exists: Array, tokens: Array, lens: 
     log_p, log_q = cut.log_laws_at([target, q], [everywhere.reshape(-1), tokens.reshape(-1)], config)
     log_p, log_q = log_p.reshape(rows.shape)[..., :-1], log_q.reshape(shape)
     # A draft ends before the first token that does not exist or has no law: there the target draws freely.
-    has_target = target.normalizer.token.reshape(rows.shape)[..., :-1] >= 0
-    real = (tokens >= 0) & (tokens < cut.num_tokens(config)) & exists.reshape(shape) & has_target
-    real &= jnp.arange(shape[-1]) < lens[..., None]
+    has_target, has_draft = dual.is_law(target.normalizer).reshape(rows.shape)[..., :-1], dual.is_law(q.normalizer)
+    real = (tokens >= 0) & (tokens < cut.num_tokens(config)) & has_draft.reshape(shape) & has_target
+    if lens is not None:
+        real &= jnp.arange(shape[-1]) < lens[..., None]
     proposed = jnp.cumprod(real, axis=-1, dtype=jnp.int32) > 0
     return Scores(proposed, log_p, log_q, factors.reshape(-1, *shape), masses.reshape(-1, *shape))
 
@@ -172,7 +164,8 @@ def _score(target: dual.Side, q: dual.Side, exists: Array, tokens: Array, lens: 
 @functools.partial(jax.jit, static_argnames=("target_config", "draft_config"))
 def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, *, target_config: Config,
                   draft_config: Config | None) -> Outcome:
-    """Verifies `tokens [requests, chains, draft_len]`; keys are two words `[requests, positions]`."""
+    """Verifies `tokens [requests, chains, draft_len]`, of which the first `lens [requests, chains]` count, or all; keys are two
+    words `[requests, positions]`."""
     requests, num_chains, draft_len = tokens.shape
     positions, config = draft_len + 1, target_config
     spread = lambda x: jnp.broadcast_to(x[:, None], (requests, num_chains, positions)).reshape(-1)  # noqa: E731
@@ -187,9 +180,15 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
     if draft is not None:  # one table after the other: together they would need the memory of two blocks
         draft, normalizer = xla.keep_order((draft, p.normalizer))
         p = p._replace(normalizer=normalizer)
-    q, exists = draft_side(draft, draft_config, tokens.reshape(-1))
+    q = draft_side(draft, draft_config, tokens.reshape(-1))
     stages = stages_of_both(target_config, draft_config)
-    scores = _score(p, q, exists, tokens, lens, rows, config, stages)
+    if stages.verify_chain is not None and num_chains == 1 and not config.axis_name:
+        tokens, log_probs, position = stages.verify_chain(group_scores, p, q, of_rows, tokens[:, 0],
+                                                          None if lens is None else lens[:, 0], sample=FROM_TARGET,
+                                                          vocab=config.vocab)
+        none = jnp.zeros_like(position)
+        return Outcome(tokens, position, log_probs, none, none > 0)
+    scores = _score(p, q, tokens, lens, rows, config, stages)
     coins = log_coins(keys, num_chains)
     stop = walk_one(scores, coins) if num_chains == 1 else walk(tokens, scores, coins)
 
@@ -203,16 +202,17 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
     factor = jnp.where(again, _at_level(scores.factors[:, request, stop.chain, place], stop.level), 0.0)
     asked = search.Asked(p_row, q_row, factor)
     found = cut.residual_search(group_scores, p, q, of_rows, asked, config, stages, sample=FROM_TARGET)
-    undecided = again & ~(found.is_winner() & (found.mass > NEGLIGIBLE))
+    undecided = again & ~found.is_whole()
 
     def draw(_):
         sides, own = (dual.at_rows(p, p_row), dual.at_rows(q, q_row)), tuple(x[p_row] for x in of_rows)
         drawn = cut.residual_draw(*sides, factor, own, config, stages, sample=FROM_TARGET)
         return tuple(jnp.where(undecided, x, y) for x, y in zip(drawn, searched, strict=True))
 
-    searched = found.token, found.log_p, found.mass
-    other, log_p_other, mass = jax.lax.cond(jnp.any(undecided), draw, lambda _: searched, None)
-    again &= mass > NEGLIGIBLE
+    other, log_p_other, mass = searched = found.token, found.log_p, found.mass
+    if found.bound is not None:  # else all of them are decided
+        other, log_p_other, mass = jax.lax.cond(jnp.any(undecided), draw, lambda _: searched, None)
+    again &= mass > search.NEGLIGIBLE
     token, log_p = jnp.where(again, other, token), jnp.where(again, log_p_other, log_p)
 
     accepted = jnp.pad(tokens[request, stop.chain], ((0, 0), (0, 1)))

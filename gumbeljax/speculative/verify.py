@@ -22,8 +22,9 @@ positions at once, gives the normalisers and with them the log-probabilities of 
 target's table also draws one token from p at each position, and keeps a few bytes for every tile of the vocabulary. Where
 the draft ends, that token is the bonus. Where a draft is rejected, the token is the winner of a race over the residual r <= p
 with the same noise, in which no group of tokens can score more than it did in p's: so the groups that scored best there are
-looked at again, until the best score under r is above what is left (A* sampling). Only rows that such a search does not decide
-pay for a pass over both tables, at their one position, which finds the token that a longer search would have found.
+looked at again, until the best score under r is above what is left (A* sampling). XLA code, and a shard of a vocabulary, look
+at some groups only, and rows that they do not decide pay for a pass over both tables, at their one position, which finds the
+token that a longer search would have found.
 
 Noise: coins, draws from the target and draws of drafts have streams of their own under the key of the position, so drafts may
 have been drawn with the same keys. (The bonus and the draw from the residual share a stream: a position has one or the other.)
@@ -97,7 +98,8 @@ def _run(target: Law, draft: Law | None, draft_tokens, key: Key, draft_lens, cha
     with plain_broadcasting():
         has_filters = p.filters is not None or (q is not None and q.filters is not None)
         verify_drafts = stored.verify_drafts if has_filters else leviathan.verify_drafts
-        out = verify_drafts(p, q, drafts.tokens, drafts.lens, keys, target_config=p_config, draft_config=q_config)
+        lens = None if draft_lens is None else drafts.lens
+        out = verify_drafts(p, q, drafts.tokens, lens, keys, target_config=p_config, draft_config=q_config)
     return Outcome(*(x.reshape(*drafts.batch_shape, *x.shape[1:]) for x in out))
 
 
@@ -116,8 +118,8 @@ def verify(target: Law, draft: Law | None, draft_tokens: ArrayLike, key: Key, *,
     move, and the tokens are those of one device, near-ties of coins and scores within the rounding of sums aside.
 
     Given as hidden states, neither law's logits are written to memory: one pass over each table, then a look at a few groups
-    of tokens, and now and then a pass over both tables at one position per row. (Filters do need logits: a few requests' at a
-    time.) Everything is traced, so per-row temperatures, masks and lengths do not retrace.
+    of tokens, and outside NVIDIA GPUs now and then a pass over both tables at one position per row. (Filters do need logits: a
+    few requests' at a time.) Everything is traced, so per-row temperatures, masks and lengths do not retrace.
 
     Args:
       target: the `Law` at positions `[*batch, draft_len + 1]`; the last is that of the token after the draft.

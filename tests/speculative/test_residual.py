@@ -31,14 +31,13 @@ def side(seed, d_model, vocab_axis, t, **options):
     t = jnp.asarray(t, jnp.float32)
     x = dual.processed_logits(jnp.matmul(h, w.T, precision="highest"), options)
     top, token = jnp.max(x, axis=1), jnp.argmax(x, axis=1).astype(jnp.int32)
-    log_total = jax.nn.logsumexp((x - top[:, None]) / jnp.where(t == 0, 1, t)[:, None], axis=1)
-    known = dual.Normalizer(top, log_total, token, jnp.where(t == 0, 0.0, -log_total))
+    total = jnp.sum(jnp.exp((x - top[:, None]) / jnp.where(t == 0, 1, t)[:, None]), axis=1)
+    known = dual.Normalizer(top, total, token, None)
     return dual.Side(h, w.T if vocab_axis else w, t, options, known, vocab_axis, jax.lax.Precision.HIGHEST)
 
 
 def one_token(tokens):
-    zero = jnp.zeros(tokens.shape)
-    return dual.Side(None, None, zero, Elementwise(), dual.Normalizer(zero, zero, tokens, zero))
+    return dual.Side(None, None, None, Elementwise(), dual.Normalizer(None, None, tokens, None))
 
 
 @needs_triton
@@ -65,13 +64,12 @@ def test_the_kernel_agrees_with_the_plain_pass(draft):
 
 @needs_triton
 @pytest.mark.parametrize("chains, w, kernels", [
-    (1, "both", {"race": True, "mass": False}), (2, "both", {"race": True, "mass": True}),
-    (1, "target", {"race": False, "mass": False}), (1, "one token", {"race": True, "mass": False}),
+    (1, "both", {"search"}), (2, "both", {"search", "mass"}), (1, "target", set()), (1, "one token", {"search"}),
 ])  # fmt: skip
 @pytest.mark.parametrize("x64", [False, True])
 def test_lowers_for_a_gpu(chains, w, kernels, x64):
-    """Where both laws are given as hidden states the kernel runs, also for several chains; else the plain pass. In 64-bit mode
-    too: no 64-bit index reaches a kernel."""
+    """Where both laws are given as hidden states the kernels run, also for several chains, and the search leaves nothing to a
+    pass over both tables; else the plain code does. In 64-bit mode too: no 64-bit index reaches a kernel."""
     shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
     lead = (2,) if chains == 1 else (2, chains)
 
@@ -85,7 +83,7 @@ def test_lowers_for_a_gpu(chains, w, kernels, x64):
         text = jax.jit(run).trace(
             shape(*lead, 5, 256), shape(4100, 256), shape(*lead, 4, 128), shape(4100, 128), shape(*lead, 4, dtype=jnp.int32),
             jax.eval_shape(lambda: jax.random.key(0))).lower(lowering_platforms=("cuda",)).as_text()
-    assert {name: f"gumbeljax_residual_{name}" in text for name in kernels} == kernels
+    assert {name for name in ("search", "mass", "race") if f"gumbeljax_residual_{name}" in text} == kernels
 
 
 @pytest.mark.gpu
@@ -111,9 +109,9 @@ def test_tokens_are_those_of_xla_on_a_gpu(dtype, requests, chains):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("requests", [8, 32])
+@pytest.mark.parametrize("requests", [1, 8, 32])
 def test_mosaic_tokens_are_those_of_xla_on_a_gpu(requests):
-    """Twenty rounds on exact logits: every token, and how often a row needs the pass over both tables."""
+    """Twenty rounds on exact logits: every token, and no row that needs a pass over both tables."""
     vocab, width, draft_len = 32_768, 256, 4
     h, w = exact_head(vocab, width, requests * (draft_len + 1), jnp.bfloat16)
     h = h.reshape(requests, draft_len + 1, width)
@@ -134,9 +132,7 @@ def test_mosaic_tokens_are_those_of_xla_on_a_gpu(requests):
     np.testing.assert_array_equal(got.num_accepted, want.num_accepted)
     np.testing.assert_allclose(got.log_probs, want.log_probs, rtol=1e-4, atol=1e-4)
     rejected = np.asarray(got.num_accepted) < draft_len
-    print(f"{requests} x {draft_len}: {rejected.sum()} rejections, {int(got.undecided.sum())} of them needed both tables, in "
-          f"{int(got.undecided.any(axis=1).sum())} of {len(keys)} calls")
-    assert rejected.mean() > 0.3 and got.undecided.mean() < 0.01
+    assert rejected.mean() > 0.3 and not got.undecided.any()
 
 
 def two_log_softmaxes(h, w, draft_h, draft_w, drafted, key):

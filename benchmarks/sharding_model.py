@@ -2,7 +2,7 @@
 
     python -m benchmarks.sharding_model
 
-A model, not a measurement. It counts the tiles of the Mosaic kernel's own table (`pallas_kernels.mosaic.choose_tiles`), which
+A model, not a measurement. It counts the tiles of the Mosaic kernel's own table (`mosaic_tiles.choose_tiles`), which
 its persistent programs, one on each multiprocessor, take in turns. The last turn may leave multiprocessors idle; a device that
 is bound by its memory hides part of that, one that is bound by its products does not.
 """
@@ -10,7 +10,7 @@ is bound by its memory hides part of that, one that is bound by its products doe
 from math import ceil
 from typing import NamedTuple
 
-from pallas_kernels.mosaic import choose_tiles
+from pallas_kernels.mosaic_tiles import choose_tiles
 
 CORES = 132  # of an H200
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from gumbeljax import _checks, _compat, _tuning
 from gumbeljax._tuning import Tiles, Tuning
-from pallas_kernels import dual, mosaic, search, xla
+from pallas_kernels import dual, mosaic, mosaic_tiles, search, xla
 from pallas_kernels.logits import Elementwise
 from pallas_kernels.tiles import XlaTiles
 
@@ -159,7 +159,7 @@ def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None)
            for f in (triton.draw, triton.piece, triton.stage1_mass, triton.stage1_groups, triton.scored_piece))
     rest = triton_dual.residual_draw, triton_dual.residual_mass, triton_search.search_rows
     machine = {"mgpu": None if _unavailable("mosaic", device) else _compat.pallas_mosaic(),
-               "num_sms": device.cores or mosaic.NUM_SMS}
+               "num_sms": device.cores or mosaic_tiles.NUM_SMS}
     filtered = functools.partial(triton_filtered.draw, plt=plt, **machine)
     chain = functools.partial(triton_walk.verify_chain, plt=plt)
     by_triton = Stages(*(*one, *(functools.partial(f, plt=plt) for f in rest), filtered, chain))

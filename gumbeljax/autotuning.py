@@ -22,7 +22,7 @@ import numpy as np
 from gumbeljax import _checks, _implementation, _tuning
 from gumbeljax._tuning import Tiles, TunedShape, Tuning
 from gumbeljax.sampling import sample
-from pallas_kernels import mosaic, triton, xla
+from pallas_kernels import mosaic_tiles, triton, xla
 from pallas_kernels.tiles import MosaicTiles, TritonTiles, XlaTiles
 
 SHARED_MEMORY = 227 * 1024  # bytes that a program may take on the GPUs that we have tuned for
@@ -52,7 +52,7 @@ def candidates(h, w, vocab_axis: int = 0) -> list[Candidate]:
             near = near_triton(triton.default_tiles(rows, d_model, head.h.dtype, head.w.dtype), head.h.dtype, head.w.dtype)
         else:
             itemsize = head.w.dtype.itemsize
-            rule = mosaic.choose_tiles(rows, head.vocab, head.vocab_axis, device.cores or mosaic.NUM_SMS, itemsize)
+            rule = mosaic_tiles.choose_tiles(rows, head.vocab, head.vocab_axis, device.cores or mosaic_tiles.NUM_SMS, itemsize)
             near = near_mosaic(rule, d_model, itemsize)
         found += [Candidate(name, tiles) for tiles in dict.fromkeys(near)]
     return found
@@ -92,7 +92,7 @@ def near_mosaic(rule: MosaicTiles, d_model: int, itemsize: int = 2) -> Iterator[
         pairs = {(rule.pair_rows and split_rows, False), (False, rule.pair_vocab), (False, False)}
         for vocab, width, (pair_rows, pair_vocab) in itertools.product(sorted({rule.vocab, 64, 128}), (64, 128), sorted(pairs)):
             fits = d_model % width == 0 and not (itemsize == 1 and vocab % (128 if split_rows else 64))
-            for steps in (mosaic.most_steps(split_rows, vocab, width, itemsize=itemsize) - fewer for fewer in (0, 2)):
+            for steps in (mosaic_tiles.most_steps(split_rows, vocab, width, itemsize=itemsize) - fewer for fewer in (0, 2)):
                 if fits and steps >= 2:
                     yield MosaicTiles(split_rows, vocab, width, steps, pair_rows, pair_vocab)
 

@@ -20,10 +20,8 @@ from pallas_kernels import noise, race, triton_merge
 from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.logits import Elementwise, model_logits
 from pallas_kernels.mosaic_race import Tile, columns, logits_steps, mass_steps, race_steps, row_vector, store
-from pallas_kernels.tiles import MosaicTiles
+from pallas_kernels.mosaic_tiles import NUM_SMS, buffers, choose_tiles
 from pallas_kernels.triton_merge import Head
-
-NUM_SMS = 132  # multiprocessors of an H100 or H200; another number is right too, and slower
 
 
 def why_not(h, w, options, vocab_axis: int) -> str | None:
@@ -38,63 +36,6 @@ def why_not(h, w, options, vocab_axis: int) -> str | None:
     if options.valid is not None:
         return "it takes no shard of a padded vocabulary"
     return None
-
-
-def buffers(split_rows: bool) -> int:
-    """How many converted tiles of 8 bits: while one is filled, products may read another, and of warpgroups that share their
-    tiles one may be a step behind."""
-    return 3 if split_rows else 2
-
-
-def most_steps(split_rows: bool, vocab: int, d_model: int, warpgroups: int = 2, itemsize: int = 2) -> int:
-    """How many fetches fit into the shared memory of a multiprocessor, beside the results of few rows."""
-    rows, ids, memory = (64 * warpgroups, vocab, 226 * 1024) if split_rows else (64, 2 * vocab, 211 * 1024)
-    if itemsize == 1:
-        memory -= 2 * buffers(split_rows) * ids * d_model
-    return memory // ((2 * rows + itemsize * ids) * d_model)
-
-
-def choose_steps(split_rows: bool, vocab: int, d_model: int, warpgroups: int = 2, itemsize: int = 2) -> int:
-    """As many as fit, up to 10, and no power of two: where the slots of a tile are the same in every turn, the compiler keeps
-    the addresses of all of them, and registers spill."""
-    steps = min(10, most_steps(split_rows, vocab, d_model, warpgroups, itemsize))
-    return steps - 1 if steps in (4, 8) else steps
-
-
-def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = NUM_SMS, itemsize: int = 2) -> MosaicTiles:
-    """Tiles for an H200, where few rows were fastest with the first of these widths and many rows too.
-
-    A program takes every n-th tile of the vocabulary, so it is the last turn, in which some programs have no tile, that decides
-    between widths: the shard of a head may leave half of a turn empty. Of pairs of rows the time of a turn hardly depends on
-    the width of its tile up to 128 ids; beyond, registers spill and it takes a quarter longer. (Slower on an H200: four
-    programs that share rows and vocabulary both, of which it holds no more than 30 at once; four warpgroups that draw when
-    they have multiplied; tiles of 192 and 256 ids in that way; fetching the table into the second-level cache ahead.)
-    """
-    split_rows = num_rows > 64
-    # Of 129 to 192 rows two tiles of 128 would multiply 256.
-    warpgroups = 3 if 128 < num_rows <= 192 and itemsize > 1 else 2
-    row_tiles = pl.cdiv(num_rows, 64 * warpgroups) if split_rows else 1
-    pair_rows = split_rows and row_tiles % 2 == 0
-    if itemsize == 1:  # each warpgroup converts 64 ids
-        widths = (128,) if split_rows else (64,)
-    elif vocab_axis == 1:  # copied in boxes of 64 ids
-        widths = (128, 64) if split_rows and warpgroups == 2 else (64,)
-    elif pair_rows:
-        widths = (128, 144)
-    else:
-        widths = (128, 112, 96, 80, 64)[2 * (warpgroups - 2):] if split_rows else (64, 48, 80, 96)
-
-    def cost(width):
-        tile = width if split_rows else 2 * width
-        turns = pl.cdiv(pl.cdiv(vocab, tile), max(1, num_sms // row_tiles))
-        if pair_rows:
-            return turns * (1.25 if width > 128 else 1.0)
-        return turns * (tile + (48 if split_rows else 0))
-
-    least = min(map(cost, widths))
-    width = next(width for width in widths if cost(width) <= (1.0 if pair_rows else 1.04) * least)
-    steps = choose_steps(split_rows, width, 64, warpgroups, itemsize)
-    return MosaicTiles(split_rows, width, 64, steps, pair_rows, split_rows and not pair_rows, warpgroups)
 
 
 def last(steps: Iterator, value: Any = None) -> Any:

@@ -15,7 +15,7 @@ import gumbeljax
 from gumbeljax import TunedShape, Tuning, _call, _compat, _implementation, _tuning, autotuning
 from gumbeljax._implementation import DeviceFacts, Plan
 from gumbeljax._tuning import Place
-from pallas_kernels import mosaic, triton
+from pallas_kernels import mosaic_tiles, triton
 from pallas_kernels.tiles import MosaicTiles, TritonTiles, XlaTiles
 from tests import heads
 
@@ -231,7 +231,7 @@ def test_candidates_start_from_the_rules():
     near = list(dict.fromkeys(autotuning.near_triton(rule, jnp.bfloat16, jnp.bfloat16)))
     assert near[0] == rule and 10 < len(near) < 40
     for rows, axis, shards in itertools.product((33, 128, 256), (0, 1), (1, 8)):
-        rule = mosaic.choose_tiles(rows, 151_936 // shards, axis)
+        rule = mosaic_tiles.choose_tiles(rows, 151_936 // shards, axis)
         assert axis == 0 or rule.vocab % 64 == 0
         near = list(dict.fromkeys(autotuning.near_mosaic(rule, 4096)))
         assert near[0] == rule and 5 < len(near) < 40

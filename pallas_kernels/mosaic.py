@@ -20,7 +20,7 @@ from pallas_kernels import noise, race, triton_merge
 from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.logits import Elementwise, model_logits
 from pallas_kernels.mosaic_race import Tile, columns, logits_steps, mass_steps, race_steps, row_vector, store
-from pallas_kernels.mosaic_tiles import NUM_SMS, buffers, choose_tiles
+from pallas_kernels.mosaic_tiles import BUFFERS, NUM_SMS, choose_tiles
 from pallas_kernels.triton_merge import Head
 
 
@@ -110,9 +110,9 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                "emptied": barrier(num_arrivals=wgs, num_barriers=slots)}
     scales = []
     if quantized:
-        scratch["converted"] = buffer((cta_n, k), slots=buffers(tiles.split_rows))
+        scratch["converted"] = buffer((cta_n, k), slots=BUFFERS)
         if tiles.split_rows:
-            scratch["all_converted"] = mgpu.Barrier(num_arrivals=wgs, num_barriers=buffers(True))
+            scratch["all_converted"] = mgpu.Barrier(num_arrivals=wgs, num_barriers=BUFFERS)
         scales = [jnp.pad(options.weight_scale, (0, (vocab_tiles + twins - 1) * cta_n - vocab))]
     out_type = [jax.ShapeDtypeStruct((walkers if tiles.split_rows else 2 * walkers, rows), jnp.float32)] * num_floats
     if wanted != "logits":
@@ -165,6 +165,13 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
             @pl.loop(jnp.maximum(num_tiles * steps - slots, 0), num_tiles * steps)
             def _(step):  # a program must not end before its partner has read what both were sent
                 mgpu.barrier_wait(emptied.at[lax.rem(step, slots)])
+
+        rings = (slots, BUFFERS) if quantized else (slots,)
+
+        def later(at):
+            """The slot of the next fetch, and the place of the next converted tile. One comes from the other: a remainder takes
+            twenty instructions, and the compiler keeps the addresses of slots that it knows until registers spill."""
+            return tuple(jnp.where(place == size - 1, 0, place + 1) for place, size in zip(at, rings, strict=True))
 
         def compute():
             mgpu.set_max_registers(232 if wgs == 2 else 160, action="increase")
@@ -252,45 +259,42 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
 
             def multiply_tile(turn, carry):
                 """The raw logits of a tile; meanwhile, the draw from those of the tile before."""
-                drawing = draw_steps(carry[0], turn - 1, carry[1:])
+                first, x, *best_before = carry
+                drawing = draw_steps(x, turn - 1, tuple(best_before))
 
                 def multiply(accumulator):
-                    def issue(j):
-                        slot = lax.rem(turn * steps + j, slots)
+                    def issue(at):
+                        slot = at[0]
                         mgpu.barrier_wait(filled.at[slot])
                         table = w_smem.at[slot]
                         if quantized:
-                            place = lax.rem(turn * steps + j, buffers(tiles.split_rows))
-                            convert(slot, place)
-                            table = converted.at[place]
+                            convert(slot, at[1])
+                            table = converted.at[at[1]]
                         table = table.at[my_vocab].transpose((1, 0)) if vocab_axis == 0 else table.at[:, my_vocab]
                         mgpu.wgmma(accumulator, h_smem.at[slot].at[my_rows], table)
 
-                    def release(j):
-                        mgpu.barrier_arrive(emptied.at[lax.rem(turn * steps + j, slots)])
+                    def release(at):
+                        mgpu.barrier_arrive(emptied.at[at[0]])
 
-                    def complete(j):  # of the products before j
-                        mgpu.wgmma_wait(1)
-                        release(j - 1)
+                    def next_step(_, before):
+                        issue(at := later(before))
+                        mgpu.wgmma_wait(1)  # for all products but these
+                        release(before)
+                        return at
 
                     unrolled = min(steps, pace * ((2 if wanted == "logits" else 1) * n // noise.GROUP + 4))
                     best: Any = ()
-                    for j in range(unrolled):
-                        issue(j)
-                        if j:
-                            complete(j)  # before the drawing: where memory is what is waited for, it must not stand still
+                    issue(at := first)
+                    best: Any = next(drawing, ())
+                    for j in range(1, unrolled):
+                        at = next_step(j, at)  # before the drawing: where memory is waited for, it must not stand still
                         if j % pace == 0:
                             best = next(drawing, best)
                     best = last(drawing, best)
-
-                    @pl.loop(unrolled, steps)
-                    def _(j):
-                        issue(j)
-                        complete(j)
-
+                    at = lax.fori_loop(unrolled, steps, next_step, at)
                     x = accumulator[...]
-                    release(steps - 1)
-                    return x, *best
+                    release(at)
+                    return later(at), x, *best
 
                 return pl.run_scoped(multiply, mgpu.ACC((m, n), jnp.float32))
 
@@ -302,7 +306,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                 nothing = *nothing, vector(race.NO_ID, jnp.int32)
             if wanted == "race":
                 nothing = *nothing, matrix(0.0, noise.GROUP)
-            x, *best = lax.fori_loop(0, num_tiles, multiply_tile, (matrix(-jnp.inf, n), *nothing))
+            first = tuple(jnp.int32(0) for _ in rings)
+            _, x, *best = lax.fori_loop(0, num_tiles, multiply_tile, (first, matrix(-jnp.inf, n), *nothing))
             best = last(draw_steps(x, num_tiles - 1, best))
             best = best[:len(out_gmem)]  # without logits that nobody wants
             piece = walker if tiles.split_rows else 2 * walker + wg
@@ -323,9 +328,11 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         kernel, out_type=out_type, scratch_types=scratch, grid=(walkers * row_tiles // (twins * pair),),
         grid_names=("program",), num_threads=wgs + 1, thread_name="wg", cluster=tuple(cluster.values()),
         cluster_names=tuple(cluster),
-        # Fast exp2 and log, good to 2^-22; the noise's inner logarithm is its own, and a soft cap needs a better tanh.
+        # Fast exp2 and log, good to 2^-22; the noise's inner logarithm is its own, and a soft cap needs a better tanh. Barriers
+        # that the compiler adds around stores would halt a warpgroup several times a tile: what threads write here only copies
+        # and products read, behind a commit, which has a barrier of its own.
         compiler_params=mgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Warpgroup,
-                                            approx_math=options.soft_cap is None))
+                                            approx_math=options.soft_cap is None, unsafe_no_auto_barriers=True))
     with jax.enable_x64(False):  # indices are 32-bit numbers, in 64-bit mode too
         return run(h, w, vectors, *scales)
 

@@ -7,17 +7,15 @@ from pallas_kernels.tiles import MosaicTiles
 NUM_SMS = 132  # multiprocessors of an H100 or H200; another number is right too, and slower
 
 
-def buffers(split_rows: bool) -> int:
-    """How many converted tiles of 8 bits: while one is filled, products may read another, and of warpgroups that share their
-    tiles one may be a step behind."""
-    return 3 if split_rows else 2
+# Converted tiles of 8 bits: one is filled, products read another, and warps that have not waited for theirs yet a third.
+BUFFERS = 3
 
 
 def most_steps(split_rows: bool, vocab: int, d_model: int, warpgroups: int = 2, itemsize: int = 2) -> int:
     """How many fetches fit into the shared memory of a multiprocessor, beside the results of few rows."""
     rows, ids, memory = (64 * warpgroups, vocab, 226 * 1024) if split_rows else (64, 2 * vocab, 211 * 1024)
     if itemsize == 1:
-        memory -= 2 * buffers(split_rows) * ids * d_model
+        memory -= 2 * BUFFERS * ids * d_model
     return memory // ((2 * rows + itemsize * ids) * d_model)
 
 

@@ -20,7 +20,7 @@ from pallas_kernels import noise, race, triton_merge
 from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.logits import Elementwise, model_logits
 from pallas_kernels.mosaic_race import Tile, columns, logits_steps, mass_steps, race_steps, row_vector, store
-from pallas_kernels.mosaic_tiles import BUFFERS, NUM_SMS, choose_tiles
+from pallas_kernels.mosaic_tiles import BUFFERS, NUM_SMS, choose_pace, choose_tiles
 from pallas_kernels.triton_merge import Head
 
 
@@ -71,9 +71,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     quantized = w.dtype.itemsize == 1
     m, n, k, slots = 64, tiles.vocab, tiles.d_model, tiles.steps
     wgs = tiles.warpgroups  # that multiply; one more fetches
-    # Where products are what is waited for, a step of drawing beside every third holds them up less. (Wider tiles, 8 bits,
-    # masses and programs that share the rows have no registers for that: they spill, and take up to twice as long.)
-    pace = 3 if pair > 1 and n <= 128 and wanted == "race" and not quantized else 1
+    pace = choose_pace(tiles, wanted, w.dtype.itemsize)
     cta_m, cta_n = (wgs * m, n) if tiles.split_rows else (m, wgs * n)
     row_tiles, vocab_tiles, steps = pl.cdiv(num_rows, cta_m * pair) * pair, pl.cdiv(vocab, cta_n), d_model // k
     if row_tiles > num_sms:
@@ -143,7 +141,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         num_tiles = lax.div(vocab_tiles - first_walker + walkers - 1, walkers)
 
         def fetch():
-            mgpu.set_max_registers(40 if wgs == 2 else 24, action="decrease")
+            mgpu.set_max_registers(24, action="decrease")
 
             @pl.loop(0, num_tiles)
             def _(turn):
@@ -174,7 +172,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
             return tuple(jnp.where(place == size - 1, 0, place + 1) for place, size in zip(at, rings, strict=True))
 
         def compute():
-            mgpu.set_max_registers(232 if wgs == 2 else 160, action="increase")
+            mgpu.set_max_registers(240 if wgs == 2 else 160, action="increase")
             first_row = row_tile * cta_m + (wg * m if tiles.split_rows else 0)
             my_rows = pl.ds(wg * m, m) if tiles.split_rows else slice(None)
             my_vocab = slice(None) if tiles.split_rows else pl.ds(wg * n, n)

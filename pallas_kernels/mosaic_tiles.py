@@ -60,3 +60,12 @@ def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = 
     width = next(width for width in widths if cost(width) <= (1.0 if pair_rows else 1.04) * least)
     steps = choose_steps(split_rows, width, 64, warpgroups, itemsize)
     return MosaicTiles(split_rows, width, 64, steps, pair_rows, split_rows and not pair_rows, warpgroups)
+
+
+def choose_pace(tiles: MosaicTiles, wanted: str, itemsize: int = 2) -> int:
+    """Of how many products one has a step of drawing beside it.
+
+    Where products are what is waited for, a step beside every third holds them up less. Wider tiles, 8 bits and masses have no
+    registers for that: they spill. (Of programs that share their rows it made the time twice as long on an H200.)
+    """
+    return 3 if tiles.pair_rows and tiles.vocab <= 128 and wanted == "race" and itemsize > 1 else 1

@@ -88,7 +88,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     walkers = walkers // twins * twins
     cluster = {"pair": 2} if pair > 1 else {"twin": 2} if twins > 1 else {}
     # Only rows that exist are copied, counted in eights for each program that reads some: what lies outside an array is slow to
-    # fill, and rows of the tile that hold nothing multiply to nothing that is read.
+    # fill, and rows of the tile that hold nothing multiply to nothing that is read. Up to 8 rows no kernel is spent on padding.
     if num_rows > 8 or twins > 1:
         h = jnp.pad(h, ((0, -num_rows % (8 * twins)), (0, 0)))
     h_rows = min(cta_m, pl.cdiv(num_rows, 8 * twins) * 8 * twins)
@@ -350,7 +350,7 @@ def scored_piece(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, samp
                  tiles=None, num_sms=NUM_SMS) -> tuple[Piece, race.Scores]:
     """As `xla.scored_piece`."""
     del precision
-    tiles = tiles or choose_tiles(h.shape[0], vocab, vocab_axis, num_sms)
+    tiles = tiles or choose_tiles(h.shape[0], vocab, vocab_axis, num_sms, w.dtype.itemsize)
     # To make them again takes less memory than to keep them, and with few rows no more time.
     with_logits = h.shape[0] > 128 or options.weight_scale is not None
     high, low, top, total, winner, *logits, told = launch(

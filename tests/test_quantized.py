@@ -313,6 +313,20 @@ def test_the_public_functions_choose_triton(rows):
         lower(lambda h, w: gumbeljax.greedy(h, w, implementation="mosaic"), DEVICES[0], wide, heads_[0])
 
 
+@needs_triton
+@pytest.mark.parametrize("rows, vocab", [(2, 512), (39, 18_992)])
+def test_verification_of_8_bits_lowers_through_mosaic(rows, vocab):
+    """Its tiles are those of 8 bits; both heads have others in 16 bits."""
+    shape = jax.ShapeDtypeStruct
+    h, head = shape((rows, 5, 128), jnp.bfloat16), QuantizedHead(shape((vocab, 128), jnp.int8), shape((vocab,), jnp.float32))
+
+    def verify(h, head):
+        law = speculative.Law(h, head, implementation="mosaic")
+        return speculative.verify(law, None, jnp.zeros((rows, 4), jnp.int32), jax.random.key(0)).tokens
+
+    assert "mosaic" in lower(verify, DEVICES[0], h, head).as_text()
+
+
 def test_autotune_knows_them_from_other_tables():
     h, head, _ = exact_quantized(64, 16, 2, jnp.int8)
     tuning = gumbeljax.autotune(h, head, rounds=1)

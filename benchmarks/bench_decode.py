@@ -33,7 +33,6 @@ from benchmarks import bench_gpu, harness, timing
 from benchmarks.shapes import QWEN3_1_7B, SMOLLM2_135M, Head
 from gumbeljax.cli.bench import random_model
 from gumbeljax.decode import prefill, resume
-from gumbeljax.models import projection
 from gumbeljax.nnx import as_decode_fn
 
 PROMPT, FEW, MANY = 128, 8, 128
@@ -157,7 +156,7 @@ def device_events(folder: Path) -> list[Event]:
 
 
 KINDS = {"copy to the host": r"memcpyd2h|dtoh", "other copies": r"memcpy|memset",
-         "matrix products": r"gemm|nvjet|cutlass|cublas|splitk|gemv|gumbeljax_project",
+         "matrix products": r"gemm|nvjet|cutlass|cublas|splitk|gemv",
          "attention": r"gumbeljax_(attention|rotate)", "head and sampling": r"gumbeljax_|mosaic|top_?k|sort|threefry"}
 
 
@@ -254,15 +253,12 @@ def main() -> None:
     parser.add_argument("--chunk-size", type=int, default=FEW,
                         help="steps between two looks of the host (default 8; any other size compiles a second loop)")
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--fused-rows", type=int, default=projection.MOST_ROWS,
-                        help="steps of up to so many rows multiply by the fused kernel (at most 4; default: as models do)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--name", default="decode", help="results/<name>.json is written (default decode)")
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         parser.error("this benchmark is about GPUs, and jax sees none; gumbeljax bench times any device")
-    projection.MOST_ROWS = arguments.fused_rows
     contenders = list(dict.fromkeys([OURS, *arguments.contenders]))
     if arguments.filters:
         SAMPLERS[OURS, FILTERED] = functools.partial(gumbeljax.sample, implementation=arguments.filters)

@@ -91,9 +91,10 @@ def choose(h, w, implementation: str | None, device: DeviceFacts, **call) -> str
             raise NotImplementedError(f"implementation={implementation!r} cannot run this call: {reason}; "
                                       "leave implementation out, or name another.")
         return implementation
-    # Filters: Triton's kernels run where they are named, since they have not been timed yet.
-    if call.get("filters") or device.platform != "gpu" or device.compute_capability == (0, 0):
+    if device.platform != "gpu" or device.compute_capability == (0, 0):
         return "xla"
+    if call.get("filters"):
+        return "triton" if cannot("triton") is None else "xla"
     # Tables of 8 bits: Mosaic's kernel runs where it is named, since it has not been timed yet.
     if cannot("mosaic") is None and w.dtype.itemsize > 1:
         return "mosaic"

@@ -90,7 +90,7 @@ def _kernel(
         return jnp.where(x == -jnp.inf, -jnp.inf, dual.log_law(x, tokens, side))
 
     def look(state):
-        done, _, high, low, token, log_p, mass = state
+        done, leader, high, low, token, log_p, mass = state
         bounds = bounds_of(done)
         now = tile == jnp.min(jnp.where(bounds == jnp.max(bounds), tile, race.NO_ID))
         group = lax.rem(winner + done, jnp.int32(in_tile))
@@ -102,7 +102,8 @@ def _kernel(
         high, low, mass = pick(new.high, high), pick(new.low, low), mass + new.mass
         # Nobody stops for what may be rounding: then all is looked at.
         mine = kept.ordered_keys(jnp.max(jnp.where((high > -jnp.inf) & (mass > search.NEGLIGIBLE), high + low, -jnp.inf)))
-        leader = jnp.maximum(plt.atomic_max(leader_ref, (row,), mine), mine)
+        # The body reads all that the loop carries: Triton's layouts crash on a number that only the condition reads.
+        leader = jnp.maximum(jnp.maximum(plt.atomic_max(leader_ref, (row,), mine), mine), leader)
         return jnp.where(now, done + 1, done), leader, high, low, pick(new.token, token), pick(new.log_p, log_p), mass
 
     def goes_on(state):

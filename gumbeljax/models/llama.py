@@ -22,10 +22,8 @@ from gumbeljax.kv_cache import (
     locate,
 )
 from gumbeljax.models.config import LlamaConfig, rope_frequencies
-from gumbeljax.models.projection import is_fused, project
-from gumbeljax.models.rotary import Rope, rms_norm, rotate_and_write, rotate_joined
+from gumbeljax.models.rotary import Rope, rms_norm, rotate_and_write
 from gumbeljax.nnx import DecodeFn, as_decode_fn
-from pallas_kernels import triton_rotate
 
 __all__ = ["DecodeFn", "Llama", "as_decode_fn"]
 
@@ -64,22 +62,15 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(config.head_dim, config, dtype)
             self.k_norm = RMSNorm(config.head_dim, config, dtype)
 
-    @property
-    def scales(self):
-        """Of the norms of queries and keys, or None."""
-        return (self.q_norm.scale[...], self.k_norm.scale[...]) if self.has_qk_norm else None
-
     def __call__(self, x, rope, slots, keys, values):
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (layer(x).reshape(heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        scales = (self.q_norm.scale[...], self.k_norm.scale[...]) if self.has_qk_norm else None
         q, keys, values = rotate_and_write(
-            q, k, v, rope, self.scales, keys, values, slots, eps=self.eps, implementation=self.implementation
+            q, k, v, rope, scales, keys, values, slots, eps=self.eps, implementation=self.implementation
         )
-        return self.o_proj(self.attend(q, keys, values, slots)), keys, values
-
-    def attend(self, q, keys, values, slots):
         out = attend(q, keys, values, slots, window=self.window, implementation=self.implementation)
-        return out.reshape(*q.shape[:2], -1)
+        return self.o_proj(out.reshape(*x.shape[:2], -1)), keys, values
 
 
 class MLP(nnx.Module):
@@ -103,25 +94,10 @@ class Block(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.d_model, config, dtype)
         self.mlp = MLP(config, dtype, rngs=rngs)
 
-    def is_fused(self, x) -> bool:
-        """Whether products of x run together with norms, gate and sums: few rows on an NVIDIA GPU."""
-        a, m = self.self_attn, self.mlp
-        groups = (a.q_proj, a.k_proj, a.v_proj), (a.o_proj,), (m.gate_proj, m.up_proj), (m.down_proj,)
-        can_rotate = triton_rotate.why_not(a.head_dim) is None
-        return can_rotate and all(is_fused(x, layers, a.implementation) for layers in groups)
-
     def __call__(self, x, rope, slots, keys, values):
-        a, m = self.self_attn, self.mlp
-        if self.is_fused(x):
-            qkv = project(x, (a.q_proj, a.k_proj, a.v_proj), norm=self.input_layernorm)
-            qkv = qkv.reshape(*x.shape[:2], -1, a.head_dim)
-            q, keys, values = rotate_joined(qkv, rope, a.scales, keys, values, slots, eps=a.eps)
-            x = project(a.attend(q, keys, values, slots), (a.o_proj,), residual=x)
-            gated = project(x, (m.gate_proj, m.up_proj), norm=self.post_attention_layernorm, is_gated=True)
-            return project(gated, (m.down_proj,), residual=x), keys, values
-        out, keys, values = a(self.input_layernorm(x), rope, slots, keys, values)
+        out, keys, values = self.self_attn(self.input_layernorm(x), rope, slots, keys, values)
         x = x + out
-        return x + m(self.post_attention_layernorm(x)), keys, values
+        return x + self.mlp(self.post_attention_layernorm(x)), keys, values
 
 
 class Llama(nnx.Module):
@@ -151,12 +127,12 @@ class Llama(nnx.Module):
             self.lm_head = nnx.Embed(config.vocab, config.d_model, dtype=dtype, param_dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        x = self.embed_tokens(tokens)
-        if tokens.size == 1 and device_facts(tokens).platform == "gpu" and not all(layer.is_fused(x) for layer in self.layers):
+        if tokens.size == 1 and device_facts(tokens).platform == "gpu":
             # XLA turns products of one row into sums over a table of products that it writes to memory; two rows are a matmul.
             # A position of -1 writes nothing and sees nothing.
             h, cache = self(jnp.pad(tokens, ((0, 0), (0, 1))), jnp.pad(positions, ((0, 0), (0, 1)), constant_values=-1), cache)
             return h[:, :1], cache
+        x = self.embed_tokens(tokens)
         angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rope_frequencies(self.config), jnp.float32)
         rope = Rope(jnp.cos(angles), jnp.sin(angles))
         slots = locate(cache, positions)

@@ -95,8 +95,3 @@ def rotate_and_write(
         # Joined: XLA merges the three projections, and this undoes its cut.
         return _by_triton(eps, jnp.concatenate([q, k, v], axis=2), rope, scales, keys, values, slots)
     return _by_xla(eps, q, k, v, rope, scales, keys, values, slots)
-
-
-def rotate_joined(qkv, rope: Rope, scales, keys, values, slots: Slots, *, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`rotate_and_write` by its kernel, for q, k and v side by side: ``[batch, seq, num_heads + 2 num_kv_heads, head_dim]``."""
-    return _by_triton(eps, qkv, rope, scales, keys, values, slots)

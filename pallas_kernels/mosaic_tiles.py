@@ -31,7 +31,7 @@ def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = 
 
     A program takes every n-th tile of the vocabulary, so it is the last turn, in which some programs have no tile, that decides
     between widths: the shard of a head may leave half of a turn empty. Of pairs of rows the time of a turn hardly depends on
-    the width of its tile up to 128 ids; with 144, whose registers spilled, it took a quarter longer. (Slower on an H200: four
+    the width of its tile up to 128 ids; with 144, a step of drawing beside every second product, it took a fifth longer. (Slower on an H200: four
     programs that share rows and vocabulary both, of which it holds no more than 30 at once; four warpgroups that draw when
     they have multiplied; tiles of 192 and 256 ids in that way; fetching the table into the second-level cache ahead.)
     """
@@ -53,7 +53,7 @@ def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = 
         tile = width if split_rows else 2 * width
         turns = pl.cdiv(pl.cdiv(vocab, tile), max(1, num_sms // row_tiles))
         if pair_rows:
-            return turns * (1.25 if width > 128 else 1.0)
+            return turns * (1.2 if width > 128 else 1.0)
         return turns * (tile + (48 if split_rows else 0))
 
     least = min(map(cost, widths))
@@ -65,7 +65,9 @@ def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = 
 def choose_pace(tiles: MosaicTiles, wanted: str, itemsize: int = 2) -> int:
     """Of how many products one has a step of drawing beside it.
 
-    Where products are what is waited for, a step beside every third holds them up less. Wider tiles, 8 bits and masses have no
-    registers for that: they spill. (Of programs that share their rows it made the time twice as long on an H200.)
+    Where products are what is waited for, a step beside every third or second holds them up less. 8 bits and masses have no
+    registers for that, or gain nothing.
     """
-    return 3 if tiles.pair_rows and tiles.vocab <= 128 and wanted == "race" and itemsize > 1 else 1
+    if wanted != "race" or itemsize == 1 or not (tiles.pair_rows or tiles.pair_vocab):
+        return 1
+    return 3 if tiles.pair_rows and tiles.vocab <= 128 else 2

@@ -29,7 +29,7 @@ class AttentionTiles(NamedTuple):
     slots: int = 64
     parts: int = 1
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 2
 
 
 def default_tiles(q, keys, max_slots: int) -> AttentionTiles:

@@ -1,9 +1,10 @@
-"""`search` on NVIDIA GPUs, through Pallas' Triton backend: some programs a row, each with its own share of the tiles.
+"""`search` on NVIDIA GPUs, through Pallas' Triton backend: some programs a row, which share its groups by the rank of their bounds.
 
-A program looks at its groups in the order of their bounds, until the best score under r is above those of the rest. The
-programs of a row tell each other what they have found through one number in memory, `leader`. What it is when they look changes
-how much they do and never what they find: a group that could have won is looked at, whoever is first. A tile says its best
-group and what bounds the others, which follow one by one.
+With n programs, the i-th looks at the groups of rank i, n + i, 2 n + i, ..., until the best score under r is above their bounds.
+Every program ranks the tiles of the row for itself: what is looked at first is what is likely to win, and no program looks at
+what only its own share of the row recommends. The programs of a row tell each other what they have found through one number in
+memory, `leader`. What it is when they look changes how much they do and never what they find: a group that could have won is
+looked at, whoever is first. A tile says its best group and what bounds the others, which follow one by one.
 
 On one shard of several, a floor ends the search: a shard does not hear of what the others find.
 """
@@ -27,8 +28,8 @@ LEAST = -0x7F800001  # the key of -inf
 
 
 def choose_shares(num_rows: int) -> int:
-    """Programs for a row: about two for each multiprocessor of an H200 in all."""
-    return min(32, max(4, pl.next_power_of_2(256 // num_rows)))
+    """Programs for a row: a few more than groups that are mostly looked at, as far as they run at the same time."""
+    return 8 if num_rows <= 16 else 4 if num_rows <= 64 else 2
 
 
 def arguments_of(side: dual.Side, keys=()) -> tuple[dict, dict]:
@@ -65,14 +66,28 @@ def _kernel(
     t, keys, known = law_of_rows(plt, target, pl.ds(place, 1), zero, num_keys)
 
     tiles, in_tile = pl.cdiv(vocab, width), width // noise.GROUP
-    tile = share + shares * lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(pl.cdiv(tiles, shares)),), 0)
+    padded = pl.next_power_of_2(tiles)
+    tile = lax.broadcasted_iota(jnp.int32, (padded,), 0)
     best, second, winner = race.untold(plt.load(told_ref.at[tile, place], mask=tile < tiles, other=0))
-    of_best, of_others = (jnp.where(tile < tiles, search.bounds(x, t, known), -jnp.inf) for x in (best, second))
 
-    def bounds_of(done):
-        """Of the groups of each tile that come next: the best, and then all others, one after the other."""
-        bounds = jnp.where(done == 0, of_best, jnp.where(done < in_tile, of_others, -jnp.inf))
-        return jnp.where(factor > 0.0, bounds, -jnp.inf)
+    def ranked(score):
+        """Bounds as integers that sort like them, the number of the tile in their last bits."""
+        bound = jnp.where((tile < tiles) & (factor > 0.0), search.bounds(score, t, known), -jnp.inf)
+        return (kept.ordered_keys(bound) & -padded) | tile
+
+    none, of_best, of_others = (ranked(x) for x in (jnp.full_like(best, -jnp.inf), best, second))
+    bound_of = lambda rank: kept.logits_of(rank | (padded - 1))  # noqa: E731  (the largest that its integer leaves open)
+
+    def next_of(done):
+        """(groups of each tile that are done, rank and number in its tile of this program's next group)."""
+        mine, number = jnp.int32(0), jnp.zeros_like(tile)
+        for i in range(shares):
+            left = jnp.where(done == 0, of_best, jnp.where(done < in_tile, of_others, none))
+            first = jnp.max(left)
+            is_first, is_mine = left == first, share == i
+            mine, number = jnp.where(is_mine, first, mine), jnp.where(is_mine & is_first, winner + done, number)
+            done = jnp.where(is_first, done + 1, done)
+        return done, mine, jnp.max(number)
 
     def log_law(refs, law, row, first):
         t, _, known = law_of_rows(plt, refs, pl.ds(row, 1), zero)
@@ -90,11 +105,8 @@ def _kernel(
         return jnp.where(x == -jnp.inf, -jnp.inf, dual.log_law(x, tokens, side))
 
     def look(state):
-        done, leader, high, low, token, log_p, mass = state
-        bounds = bounds_of(done)
-        now = tile == jnp.min(jnp.where(bounds == jnp.max(bounds), tile, race.NO_ID))
-        group = lax.rem(winner + done, jnp.int32(in_tile))
-        first = jnp.sum(jnp.where(now, tile * width + noise.GROUP * group, 0), dtype=jnp.int32)
+        done, mine, number, leader, high, low, token, log_p, mass = state
+        first = (mine & (padded - 1)) * width + noise.GROUP * lax.rem(number, jnp.int32(in_tile))
         log_ps, log_qs = (log_law(*of_law, first) for of_law in zip((target, draft), laws, (place, draft_place), strict=True))
         new = search.score_groups(dual.log_residual(log_ps, log_qs, factor), log_ps, keys, first[None], sample=sample)
         better = (new.high > high) | ((new.high == high) & (new.low > low))
@@ -104,16 +116,16 @@ def _kernel(
         mine = kept.ordered_keys(jnp.max(jnp.where((high > -jnp.inf) & (mass > search.NEGLIGIBLE), high + low, -jnp.inf)))
         # The body reads all that the loop carries: Triton's layouts crash on a number that only the condition reads.
         leader = jnp.maximum(jnp.maximum(plt.atomic_max(leader_ref, (row,), mine), mine), leader)
-        return jnp.where(now, done + 1, done), leader, high, low, pick(new.token, token), pick(new.log_p, log_p), mass
+        return *next_of(done), leader, high, low, pick(new.token, token), pick(new.log_p, log_p), mass
 
     def goes_on(state):
-        done, leader = state[:2]
-        return jnp.max(bounds_of(done)) > jnp.maximum(floor, kept.logits_of(leader))
+        _, mine, _, leader, *_ = state
+        return bound_of(mine) > jnp.maximum(floor, kept.logits_of(leader))
 
     number = lambda value, dtype: jnp.full((1,), value, dtype)  # noqa: E731
     nothing = (number(-jnp.inf, jnp.float32), number(0.0, jnp.float32), number(race.NO_ID, jnp.int32),
                number(-jnp.inf, jnp.float32), number(0.0, jnp.float32))
-    found = lax.while_loop(goes_on, look, (jnp.zeros_like(tile), plt.load(leader_ref.at[row]), *nothing))[2:]
+    found = lax.while_loop(goes_on, look, (*next_of(jnp.zeros_like(tile)), plt.load(leader_ref.at[row]), *nothing))[4:]
     for ref, value in zip(out_refs, found, strict=True):
         plt.store(ref.at[share, pl.ds(row, 1)], value)
 

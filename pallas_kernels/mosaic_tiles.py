@@ -65,9 +65,9 @@ def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = 
 def choose_pace(tiles: MosaicTiles, wanted: str, itemsize: int = 2) -> int:
     """Of how many products one has a step of drawing beside it.
 
-    Where products are what is waited for, a step beside every third or second holds them up less. 8 bits and masses have no
-    registers for that, or gain nothing.
+    Where products are what is waited for, a step beside every third or second holds them up less. Three warpgroups and 8 bits
+    have no registers for that, and masses gain nothing.
     """
-    if wanted != "race" or itemsize == 1 or not (tiles.pair_rows or tiles.pair_vocab):
+    if wanted != "race" or itemsize == 1 or tiles.warpgroups > 2 or not (tiles.pair_rows or tiles.pair_vocab):
         return 1
     return 3 if tiles.pair_rows and tiles.vocab <= 128 else 2

@@ -31,9 +31,10 @@ def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = 
 
     A program takes every n-th tile of the vocabulary, so it is the last turn, in which some programs have no tile, that decides
     between widths: the shard of a head may leave half of a turn empty. Of pairs of rows the time of a turn hardly depends on
-    the width of its tile up to 128 ids; with 144, a step of drawing beside every second product, it took a fifth longer. (Slower on an H200: four
-    programs that share rows and vocabulary both, of which it holds no more than 30 at once; four warpgroups that draw when
-    they have multiplied; tiles of 192 and 256 ids in that way; fetching the table into the second-level cache ahead.)
+    the width of its tile up to 128 ids; with 144, a step of drawing beside every second product, it took a fifth longer.
+    (Slower on an H200: four programs that share rows and vocabulary both, of which it holds no more than 30 at once; four
+    warpgroups that draw when they have multiplied; tiles of 192 and 256 ids in that way; fetching the table into the
+    second-level cache ahead.)
     """
     split_rows = num_rows > 64
     # Of 129 to 192 rows two tiles of 128 would multiply 256.

@@ -1,10 +1,11 @@
-"""`search` on NVIDIA GPUs, through Pallas' Triton backend: some programs a row, which share its groups by the rank of their bounds.
+"""`search` on NVIDIA GPUs, through Pallas' Triton backend: some programs a row, which share its groups by rank.
 
-With n programs, the i-th looks at the groups of rank i, n + i, 2 n + i, ..., until the best score under r is above their bounds.
-Every program ranks the tiles of the row for itself: what is looked at first is what is likely to win, and no program looks at
-what only its own share of the row recommends. The programs of a row tell each other what they have found through one number in
-memory, `leader`. What it is when they look changes how much they do and never what they find: a group that could have won is
-looked at, whoever is first. A tile says its best group and what bounds the others, which follow one by one.
+With n programs, the i-th looks at the groups whose bounds have rank i, n + i, 2 n + i, ..., until the best score under r is
+above those. Every program ranks the tiles of the row for itself: what is looked at first is what is likely to win, and no
+program looks at what only its own share of the row recommends. The programs of a row tell each other what they have found
+through one number in memory, `leader`. What it is when they look changes how much they do and never what they find: a group
+that could have won is looked at, whoever is first. A tile says its best group and what bounds the others, which follow one by
+one.
 
 On one shard of several, a floor ends the search: a shard does not hear of what the others find.
 """

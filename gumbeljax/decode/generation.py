@@ -121,10 +121,11 @@ def resume(
     # Where nothing but its length ends a row, the next chunk runs while the host looks at this one. A row without a law may
     # end all rows: then that chunk rests.
     is_ahead = stops is None and isinstance(ends, np.ndarray) and not np.any(ends >= 0)
-    chunks, ahead = [], None
+    chunks, ahead, shares = [], None, kv_cache.shares_last_page(state.cache)
     for num_left in reversed(range(-(-most // chunk_size))):
-        state, chunk = ahead or step(state)
-        ahead = step(state) if is_ahead and num_left else None
+        state, chunk = ahead or step(state, copies_shared=shares)
+        shares = False  # rows that were forked have pages of their own now
+        ahead = step(state, copies_shared=False) if is_ahead and num_left else None
         if ahead:
             state = ahead[0]
         draws, counts, is_done, has_overflowed = jax.tree.map(np.array, jax.device_get(tuple(chunk)))

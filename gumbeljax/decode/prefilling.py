@@ -28,13 +28,14 @@ def extend(decode_fn, params, cache, tokens, starts, counts, rows=None):
     # Pads sit at the positions that follow: nothing real looks at them, and the real tokens of those positions
     # overwrite them. In a paged cache those positions do not exist yet, and nothing is written.
     tokens, positions = jnp.where(at < counts[:, None], tokens, 0), starts[:, None] + at
+    append = partial(kv_cache.append, copies_shared=False)  # prompts share full pages alone
     if rows is None:
-        cache = kv_cache.over_paged(lambda cache: kv_cache.append(cache, counts), cache)
+        cache = kv_cache.over_paged(lambda cache: append(cache, counts), cache)
         h, cache = decode_fn(params, tokens, positions, cache)
     else:
         batch = cache.pages.lengths.shape[0]
         grown = jnp.zeros(batch, jnp.int32).at[jnp.where(rows < 0, batch, rows)].add(counts, mode="drop")
-        cache = kv_cache.append(cache, grown)
+        cache = append(cache, grown)
         h, part = decode_fn(params, tokens, positions, kv_cache.select_rows(cache, rows))
         cache = kv_cache.put_back(cache, part)
     last = jnp.take_along_axis(h, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]

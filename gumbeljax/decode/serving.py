@@ -170,6 +170,7 @@ class _Rows:
         self.state, chunk = run_chunk(
             *self.flattened, self.w, self.state, keys, rules, self.sampling, num_steps=num_steps,
             pad_token=self.pad_token, sample_fn=sample_fn, options_fn=options_fn, frees_pages=False,
+            copies_shared=False,  # rows share full pages alone
         )  # fmt: skip
         draws, counts, has_overflowed, num_free = jax.device_get(
             (chunk.draws, chunk.counts, chunk.has_overflowed, self.state.cache.pages.num_free)

@@ -123,6 +123,7 @@ def decode_steps(
     pad_token: int = 0,
     sample_fn: Callable = sample,
     options_fn: Callable[[DecodeState], Mapping[str, Any]] | None = None,
+    copies_shared: bool = True,
     **sampling: Any,
 ) -> tuple[DecodeState, Any]:
     """``num_steps`` steps as one scan, for use inside ``jit``: what ``generate`` runs between two looks of the host.
@@ -134,6 +135,7 @@ def decode_steps(
       num_steps: a Python int.
       limits: ``int32[batch]``, the length at which a row stops; default what ``state.tokens`` holds.
       min_lengths: ``int32[batch]``, the length below which no end token is drawn; default none.
+      copies_shared: see ``kv_cache.append``: False if rows have not been forked since their last steps.
       (the others: see ``generate``)
 
     Returns:
@@ -146,7 +148,7 @@ def decode_steps(
     eos_tokens = jnp.asarray(eos_tokens, jnp.int32)
     rules = Rules(limits.astype(jnp.int32), min_lengths, eos_tokens if eos_tokens.ndim == 2 else eos_tokens.reshape(-1))
     room = jnp.where(state.is_finished, 0, jnp.clip(rules.limits - state.lengths, 0, num_steps))
-    cache = kv_cache.over_paged(lambda cache: kv_cache.append(cache, room), state.cache)
+    cache = kv_cache.over_paged(lambda cache: kv_cache.append(cache, room, copies_shared=copies_shared), state.cache)
     rules = rules._replace(limits=jnp.where(kv_cache.has_overflowed(cache), state.lengths, rules.limits))
 
     # Counted from the text once, then kept up to date: the text is all that a resumed or forked row has to bring.
@@ -176,17 +178,19 @@ def flattened(decode_fn: Callable, params: Any) -> tuple[Callable, list]:
 @partial(
     jax.jit,
     static_argnums=0,
-    static_argnames=("num_steps", "pad_token", "sample_fn", "options_fn", "frees_pages"),
+    static_argnames=("num_steps", "pad_token", "sample_fn", "options_fn", "frees_pages", "copies_shared"),
     donate_argnames="state",
 )
 def run_chunk(
-    decode_fn, params, w, state, keys, rules: Rules, sampling, *, num_steps, pad_token, sample_fn, options_fn, frees_pages
-) -> tuple[DecodeState, Chunk]:
+    decode_fn, params, w, state, keys, rules: Rules, sampling, *,
+    num_steps, pad_token, sample_fn, options_fn, frees_pages, copies_shared,
+) -> tuple[DecodeState, Chunk]:  # fmt: skip
     """``decode_steps``, and what the host wants to know; rows that have finished give their pages back if asked to."""
     before = state.lengths
     state, draws = decode_steps(
         decode_fn, params, w, state, keys, num_steps=num_steps, limits=rules.limits, min_lengths=rules.min_lengths,
-        eos_tokens=rules.eos_tokens, pad_token=pad_token, sample_fn=sample_fn, options_fn=options_fn, **sampling,
+        eos_tokens=rules.eos_tokens, pad_token=pad_token, sample_fn=sample_fn, options_fn=options_fn,
+        copies_shared=copies_shared, **sampling,
     )  # fmt: skip
     has_overflowed = jnp.any(kv_cache.has_overflowed(state.cache))
     if frees_pages:

@@ -17,6 +17,7 @@ from gumbeljax.kv_cache.paged import (
     put_back,
     release,
     select_rows,
+    shares_last_page,
     truncate,
 )
 from gumbeljax.kv_cache.pages import Pages
@@ -39,6 +40,7 @@ __all__ = [
     "put_back",
     "release",
     "select_rows",
+    "shares_last_page",
     "truncate",
     "write",
 ]

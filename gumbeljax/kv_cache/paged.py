@@ -91,13 +91,19 @@ def _of_rows(cache: PagedCache, x, name: str, kind=jnp.integer) -> jax.Array:
     return jnp.broadcast_to(x, (batch,))
 
 
-def append(cache: PagedCache, counts: jax.Array) -> PagedCache:
+def append(cache: PagedCache, counts: jax.Array, *, copies_shared: bool = True) -> PagedCache:
     """Make room for ``counts int32[batch]`` more tokens per row, in row order.
 
     A row that does not fit (no free page, or longer than ``max_length``) keeps its length and is flagged in
     ``cache.pages.has_overflowed``; a flagged row grows no more until it is released. Nothing is overwritten.
+
+    ``copies_shared``: False where no row has a partly filled last page in common with another, as between two ``fork``:
+    then no code that copies pages runs, which costs memory traffic even where it copies none. A row that needs a copy after
+    all is refused like one that does not fit.
     """
-    pages, copies = tables.append(cache.pages, _of_rows(cache, counts, "counts"), cache.page_size)
+    pages, copies = tables.append(cache.pages, _of_rows(cache, counts, "counts"), cache.page_size, copies_shared)
+    if not copies_shared:
+        return cache._replace(pages=pages)
 
     def copied(slots):
         return slots.at[copies.targets].set(slots[copies.sources], mode="drop")
@@ -152,6 +158,17 @@ def _is_paged(x: Any) -> bool:
 def over_paged(fn: Callable[[PagedCache], PagedCache], cache: Any) -> Any:
     """Apply ``fn`` to every ``PagedCache`` in a pytree, and to nothing else."""
     return jax.tree.map(lambda x: fn(x) if _is_paged(x) else x, cache, is_leaf=_is_paged)
+
+
+def shares_last_page(cache: Any) -> bool:
+    """Whether some row's last page is partly filled and has another owner, so that the next ``append`` copies it. Reads the
+    device: for the host, before a loop."""
+    for part in filter(_is_paged, jax.tree.leaves(cache, is_leaf=_is_paged)):
+        block_tables, lengths, ref_counts = map(np.asarray, jax.device_get(part.pages[:3]))
+        last = np.take_along_axis(block_tables, np.maximum(-(-lengths // part.page_size) - 1, 0)[:, None], axis=1)[:, 0]
+        if np.any((lengths % part.page_size > 0) & (ref_counts[last] > 1)):
+            return True
+    return False
 
 
 def has_overflowed(cache: Any) -> jax.Array | bool:

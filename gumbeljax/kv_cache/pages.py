@@ -42,11 +42,11 @@ def init(batch: int, max_blocks: int, num_pages: int) -> Pages:
     )
 
 
-def append(pages: Pages, counts: jax.Array, page_size: int) -> tuple[Pages, Copies]:
+def append(pages: Pages, counts: jax.Array, page_size: int, copies_shared: bool = True) -> tuple[Pages, Copies]:
     """Grow each row by ``counts [batch]`` slots, rows in order; what does not fit is refused and flagged.
 
     A row whose last page is partly filled and shared would write into it, so it gets a page of its own to copy that one
-    to. If all who share a page write now, the last of them keeps it.
+    to. If all who share a page write now, the last of them keeps it. Without ``copies_shared`` it is refused instead.
     """
     tables, old = pages.block_tables, pages.lengths
     (batch, max_blocks), num_pages = tables.shape, pages.ref_counts.shape[0]
@@ -68,6 +68,8 @@ def append(pages: Pages, counts: jax.Array, page_size: int) -> tuple[Pages, Copi
     is_short = needed <= max_blocks
     num_taken = jnp.where(is_short, needed - held + copies, 0)
     fits = is_short & ((num_taken == 0) | (jnp.cumsum(num_taken, dtype=jnp.int32) <= pages.num_free))
+    if not copies_shared:
+        fits &= ~copies
     # Who keeps a page may write only when the others have left it.
     stays = jnp.zeros_like(pages.ref_counts).at[jnp.where(copies & ~fits, last, num_pages)].set(1, mode="drop")[last]
     fits &= ~(keeps & (stays > 0))

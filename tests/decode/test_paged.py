@@ -152,7 +152,8 @@ def test_a_chunk_copies_no_keys_and_values(is_paged):
     state = prefill(tiny.decode_fn, tiny.params, PADDED, cache, max_length=22, lengths=LENGTHS)
     rules = Rules(jnp.full(4, 22, jnp.int32), None, jnp.zeros(0, jnp.int32))
     arguments = (tiny.decode_fn, tiny.params, tiny.w, state, request_keys(KEY, 4), rules, {})
-    fixed = {"num_steps": 6, "pad_token": 0, "sample_fn": sample, "options_fn": None, "frees_pages": True}
+    fixed = {"num_steps": 6, "pad_token": 0, "sample_fn": sample, "options_fn": None, "frees_pages": True,
+             "copies_shared": False}
     text = run_chunk.lower(*arguments, **fixed).compile().as_text()
     shape = f"f32[{','.join(map(str, state.cache.keys[0].shape))}]"
     assert shape in text  # so that the next line can fail
@@ -192,3 +193,21 @@ def test_particles_fork_inside_a_loop():
     tables, lengths = np.asarray(state.cache.pages.block_tables), np.asarray(state.lengths)
     for a, b in ((0, 1), (2, 3)):
         assert tables[a, (lengths[a] - 1) // 4] != tables[b, (lengths[b] - 1) // 4]
+
+
+@pytest.mark.parametrize("chunk_size", [2, 8])
+def test_a_forked_state_is_resumed_like_its_ancestors(chunk_size):
+    """The rows share a partly filled page: the first chunk copies it, and only that one has code for copies."""
+    tiny = tiny_llama()
+    keys = jax.random.split(KEY, 4)
+    cache = tiny.model.init_paged_cache(4, 22, page_size=4, num_pages=24)
+    state = prefill(tiny.decode_fn, tiny.params, PADDED, cache, max_length=22, lengths=LENGTHS)
+    assert not kv_cache.shares_last_page(state.cache)
+    ancestors = jnp.array([2, 2, 1, 1])
+    forked = jax.tree.map(lambda x: x[ancestors], state._replace(cache=None))
+    state = forked._replace(cache=kv_cache.fork(state.cache, ancestors))
+    assert kv_cache.shares_last_page(state.cache)
+    out = resume(tiny.decode_fn, tiny.params, tiny.w, state, keys[ancestors], max_new_tokens=8, chunk_size=chunk_size)
+    assert not kv_cache.shares_last_page(out.state.cache)
+    whole = run(tiny.model.init_cache(4, 20), key=keys, num_tokens=8)
+    np.testing.assert_array_equal(out.tokens, whole.tokens[ancestors])

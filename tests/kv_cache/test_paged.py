@@ -122,8 +122,8 @@ def test_the_comparison_notices_a_page_that_is_not_copied(monkeypatch):
     steps = [("append", [2, 0, 0]), ("fork", [0, 0, -1]), ("append", [1, 1, 0])]
     run(steps, 12, 4)
 
-    def careless(pages, counts, page_size):
-        grown, copies = tables.append(pages._replace(ref_counts=jnp.minimum(pages.ref_counts, 1)), counts, page_size)
+    def careless(pages, counts, *fixed):
+        grown, copies = tables.append(pages._replace(ref_counts=jnp.minimum(pages.ref_counts, 1)), counts, *fixed)
         return grown._replace(ref_counts=tables.replace(grown, *grown[:2], grown[-1]).ref_counts), copies
 
     monkeypatch.setattr("gumbeljax.kv_cache.paged.tables", type("", (), {**vars(tables), "append": staticmethod(careless)}))
@@ -131,6 +131,20 @@ def test_the_comparison_notices_a_page_that_is_not_copied(monkeypatch):
     with pytest.raises(AssertionError):
         run(steps, 12, 4)
     jax.clear_caches()
+
+
+def test_without_copies_a_row_that_needs_one_is_refused():
+    """And keys and values are the arrays that came in: no code reads them."""
+    cache = kv_cache.append(kv_cache.init_paged(1, 3, 8, 1, 1, page_size=4), jnp.array([3, 4, 0]))
+    assert not kv_cache.shares_last_page(cache)
+    grown = kv_cache.append(cache, jnp.array([2, 1, 1]), copies_shared=False)
+    assert grown.keys is cache.keys and grown.values is cache.values
+    want = kv_cache.append(cache, jnp.array([2, 1, 1]))
+    jax.tree.map(np.testing.assert_array_equal, grown, want)
+    forked = kv_cache.fork(cache, jnp.array([0, 1, 0]))
+    assert kv_cache.shares_last_page(forked) and not kv_cache.shares_last_page(kv_cache.fork(cache, jnp.array([1, 1, -1])))
+    refused = kv_cache.append(forked, jnp.array([1, 1, 0]), copies_shared=False)
+    assert refused.pages.has_overflowed.tolist() == [True, False, False] and refused.pages.lengths.tolist() == [3, 5, 3]
 
 
 def test_growing_needs_no_retrace_and_works_in_64_bit_mode():

@@ -108,7 +108,7 @@ def load_tuning(path: str | Path) -> Tuning:
 
 @functools.cache
 def built_in() -> Tuning:
-    """The tables that come with the package."""
+    """The tables under `tuned`, a part of the package; there may be none."""
     tables = [load_tuning(path) for path in sorted(BUILT_IN.glob("*.json"))]
     return Tuning().updated(*(x for table in tables for x in table.shapes))
 

@@ -3,8 +3,9 @@
 try:
     from flax import nnx
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"gumbeljax.nnx must have the package {error.name}, got none; "
-                              "run pip install 'gumbeljax[flax]'.", name=error.name) from error
+    raise ModuleNotFoundError(
+        f"gumbeljax.nnx must have the package {error.name}, got none; run pip install 'gumbeljax[flax]'.", name=error.name
+    ) from error
 
 from gumbeljax._typing import Array, ArrayLike
 from gumbeljax.sampling import sample

@@ -120,8 +120,10 @@ def test_core_imports_no_extra():
 
 @pytest.mark.parametrize("name,extra", [("nnx", "flax"), ("models", "models")])
 def test_a_missing_extra_is_named(name, extra):
-    printed = _python(f"import sys\nsys.modules['flax'] = None\ntry:\n    import gumbeljax.{name}\n"
-                      "except ModuleNotFoundError as error:\n    print(error)\n")
+    printed = _python(
+        f"import sys\nsys.modules['flax'] = None\ntry:\n    import gumbeljax.{name}\n"
+        "except ModuleNotFoundError as error:\n    print(error)\n"
+    )
     assert printed == f"gumbeljax.{name} must have the package flax, got none; run pip install 'gumbeljax[{extra}]'.\n"
 
 

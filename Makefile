@@ -68,8 +68,8 @@ docs: $(VENV)/.docs  ## build the documentation into docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 bench: $(VENV)/.bench  ## time the LM head plus sampling on the CPU, and plot it
-	@$(PY) -m benchmarks.bench_cpu $(ARGS)
-	@$(PY) -m benchmarks.plot
+	@$(PY) -m benchmarks.bench_cpu --name cpu-here $(ARGS)
+	@$(PY) -m benchmarks.plot cpu-here
 
 clean:  ## remove the environments and everything built
 	rm -rf .venv .venv-* build dist docs/_build .pytest_cache .ruff_cache .hypothesis

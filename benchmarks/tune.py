@@ -1,7 +1,7 @@
 """Measure the table of choices for named heads on this device, with `gumbeljax.autotune`, into one file.
 
-A table under gumbeljax/tuned comes with the package and is used where nobody names an implementation. An entry holds for all
-smaller batches down to the next one, so that a few numbers of rows do.
+A table under gumbeljax/tuned (none in this version) is a part of the package, and is used where nobody names an implementation.
+An entry holds for all smaller batches down to the next one, so that a few numbers of rows do.
 """
 
 import argparse

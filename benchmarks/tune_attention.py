@@ -25,7 +25,7 @@ TILES = [AttentionTiles(*x) for x in (
     (128, 1, 4, 1), (128, 1, 4, 2), (128, 1, 8, 1), (128, 1, 8, 2), (256, 1, 8, 1), (64, 2, 4, 1))]  # fmt: skip
 
 
-def chain(tiles: AttentionTiles | None | str, q, layers):
+def chain(tiles: AttentionTiles | str | None, q, layers):
     """Layer after layer; `tiles` None: by our rule, "XLA": by XLA."""
     for keys, values, slots in layers:
         if tiles == "XLA":

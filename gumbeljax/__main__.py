@@ -107,7 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command = COMMANDS.get(arguments[0]) if arguments else None
     parser = build_parser() if command is None else command.build_parser()
-    options = parser.parse_args(arguments if command is None else arguments[1:])
+    options, unknown = parser.parse_known_args(arguments if command is None else arguments[1:])
+    if unknown:
+        is_words = command is None and not any(word.startswith("-") for word in unknown)  # `generaet hi`, or no quotes
+        hint = f"; write the prompt in quotes; commands: {', '.join(COMMANDS)}" if is_words else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         (run if command is None else command.run)(options)
     except (ValueError, OSError) as error:

@@ -57,8 +57,9 @@ def float_array(x, name: str) -> Array:
     if x.dtype == jnp.float64:
         x = x.astype(jnp.float32)
     if x.dtype.name not in FLOATS:
+        other = ", or pass gumbeljax.QuantizedHead(w, scale)" if name == "w" and x.dtype.name in EIGHT_BITS else ""
         raise TypeError(f"{name} must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}; got {x.dtype}: "
-                        f"cast it with {name}.astype(jnp.float32).")
+                        f"cast it with {name}.astype(jnp.float32){other}.")
     return x
 
 
@@ -153,8 +154,8 @@ def per_row(x, name: str, batch_shape: tuple[int, ...], dtype=jnp.float32) -> Ar
     if not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
         raise TypeError(f"{name} must be real; got dtype {x.dtype}: cast it to float32.")
     if x.shape not in ((), batch_shape):
-        raise ValueError(f"{name} must be a scalar or have the batch's shape {list(batch_shape)}; got {list(x.shape)}: "
-                         "give every row its own.")
+        fix = f"reshape it to {list(batch_shape)}" if x.size == math.prod(batch_shape) else "give every row its own"
+        raise ValueError(f"{name} must be a scalar or have the batch's shape {list(batch_shape)}; got {list(x.shape)}: {fix}.")
     if dtype == jnp.int32 and x.dtype != jnp.int32:
         x = jnp.clip(x, 0 if x.dtype.kind == "u" else -1, 2**31 - 1) if x.dtype.itemsize >= 4 else x
     return jnp.broadcast_to(x.astype(dtype), batch_shape).reshape(-1)
@@ -201,7 +202,8 @@ def unpacked_bits(x, name: str, batch_shape: tuple[int, ...], width: int) -> Arr
     words = -(-width // 32)
     if x.shape not in ((words,), (*batch_shape, words)):
         raise ValueError(f"{name} of packed bits must be {[words]} or {[*batch_shape, words]}, one bit for each of the {width} "
-                         f"tokens of w; got {list(x.shape)}: pad it to {words} words.")
+                         f"tokens of w; got {list(x.shape)}: pad it to {words} words, or, if it is one number a token, write "
+                         f"{name} != 0.")
     with jax.numpy_rank_promotion("allow"):
         bits = (x[..., None] >> jnp.arange(32, dtype=x.dtype)) & 1
     bits = (bits != 0).reshape(*x.shape[:-1], 32 * words)[..., :width]

@@ -86,7 +86,7 @@ def load_tuning(path: str | Path) -> Tuning:
 
     Raises:
       ValueError: the file is not such a table.
-      OSError: it cannot be read.
+      OSError: it is not there, or cannot be read.
 
     >>> import tempfile, gumbeljax
     >>> with tempfile.NamedTemporaryFile(suffix=".json") as file:
@@ -101,6 +101,9 @@ def load_tuning(path: str | Path) -> Tuning:
                              TILES[x["implementation"]](**x["tiles"]), x["seconds"], x["untuned_seconds"])
                   for x in record["shapes"]]
         return Tuning(command=record["command"]).updated(*shapes)
+    except OSError as error:
+        raise type(error)(f"path must be a file that gumbeljax.autotune wrote; got {str(path)!r}, where reading says "
+                          f"{error.strerror}: check the path.") from error
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"path must be a file that gumbeljax.autotune of this version wrote; got {str(path)!r}, where "
                          f"{type(error).__name__} says {error}: run it again.") from error
@@ -108,7 +111,7 @@ def load_tuning(path: str | Path) -> Tuning:
 
 @functools.cache
 def built_in() -> Tuning:
-    """The tables that come with the package."""
+    """The tables under `tuned`, a part of the package; there may be none."""
     tables = [load_tuning(path) for path in sorted(BUILT_IN.glob("*.json"))]
     return Tuning().updated(*(x for table in tables for x in table.shapes))
 

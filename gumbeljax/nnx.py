@@ -1,6 +1,11 @@
 """Flax NNX: a module that draws tokens with the random streams its users have, and modules as models of decode loops."""
 
-from flax import nnx
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"gumbeljax.nnx must have the package {error.name}, got none; run pip install 'gumbeljax[flax]'.", name=error.name
+    ) from error
 
 from gumbeljax._typing import Array, ArrayLike
 from gumbeljax.sampling import sample

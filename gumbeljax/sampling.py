@@ -10,7 +10,7 @@ Options shared by the functions of this file and of `gumbeljax.scoring`:
   logit_bias: float `[vocab]` or `[*batch, vocab]`, or a dict from token id to bias, added to the logits.
   mask: bool `[vocab]` or `[*batch, vocab]`, True for tokens that may be drawn, or the same packed into uint32 words.
   processors: `gumbeljax.Processors`, the rare options: penalties, sparse bias, token lists, minimum length.
-  vocab_axis: 0 for w `[vocab, d_model]`, 1 for w `[d_model, vocab]`. Both are read in place.
+  vocab_axis: 0 (or -2) for w `[vocab, d_model]`, 1 (or -1) for w `[d_model, vocab]`. Both are read in place.
   scale, soft_cap: Python numbers c of the model: `l = soft_cap * tanh(scale * (h @ w.T) / soft_cap)`.
   precision: of float32 products: None or "highest" (float32), "high" (three TF32 products), "default" (one; the
     device's own choice). bfloat16 and float16 products are exact in float32 in any case. Sums are float32.
@@ -89,7 +89,7 @@ def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mo
         vocab = config.all_vocab or config.vocab
         if not replace and num_samples > vocab:
             raise ValueError(f"num_samples must be at most the number of tokens, {vocab}, when replace=False; "
-                             f"got {num_samples}.")
+                             f"got {num_samples}: ask for fewer, or leave replace out.")
         if num_samples > MAX_SAMPLES:
             raise ValueError(f"num_samples must be at most {MAX_SAMPLES}, the samples that have noise of their own; "
                              f"got {num_samples}: draw the rest with another key.")

@@ -41,6 +41,11 @@ CASES = [  # (calls, exception, the whole message as a pattern)
     ),
     ([sample(w=W > 0)], TypeError, rf"w {FLOAT_RULE} bool: cast it with w\.astype\(jnp\.float32\)\."),
     (
+        [sample(w=W.astype(jnp.int8)), lambda: gumbeljax.log_prob(H, W.astype(jnp.int8), TOKENS)],
+        TypeError,
+        rf"w {FLOAT_RULE} int8: cast it with w\.astype\(jnp\.float32\), or pass gumbeljax\.QuantizedHead\(w, scale\)\.",
+    ),
+    (
         [lambda: gumbeljax.sample_logits(LOGITS.astype(jnp.int32), KEY)],
         TypeError,
         rf"logits {FLOAT_RULE} int32: cast it with logits\.astype\(jnp\.float32\)\.",
@@ -85,7 +90,7 @@ CASES = [  # (calls, exception, the whole message as a pattern)
     (
         [lambda: gumbeljax.sample_logits(LOGITS[:, :0], KEY)],
         ValueError,
-        r"logits must be \[\*batch, vocab\] with at least one token; got shape \[2, 0\].*\.",
+        r"logits must be \[\*batch, vocab\] with at least one token; got shape \[2, 0\]: put the vocabulary on the last axis\.",
     ),
     (
         [lambda: gumbeljax.sample_logits(jnp.float32(1), KEY)],
@@ -111,7 +116,7 @@ CASES = [  # (calls, exception, the whole message as a pattern)
     (
         by_name(temperature=np.ones(3)),
         ValueError,
-        r"temperature must be a scalar or have the batch's shape \[2\]; got \[3\].*\.",
+        r"temperature must be a scalar or have the batch's shape \[2\]; got \[3\]: give every row its own\.",
     ),
     (
         by_name(temperature=np.ones(1)),
@@ -121,7 +126,7 @@ CASES = [  # (calls, exception, the whole message as a pattern)
     (
         by_name(temperature=np.ones((2, 1))),
         ValueError,
-        r"temperature must be a scalar or have the batch's shape \[2\]; got \[2, 1\].*\.",
+        r"temperature must be a scalar or have the batch's shape \[2\]; got \[2, 1\]: reshape it to \[2\]\.",
     ),
     (by_name(temperature=-1), ValueError, r"temperature must be finite and at least 0 \(0 is greedy\); got -1.*\."),
     (by_name(temperature=-1e-30), ValueError, r"temperature must be finite and at least 0 \(0 is greedy\); got -1e-30.*\."),
@@ -143,6 +148,12 @@ CASES = [  # (calls, exception, the whole message as a pattern)
         by_name(mask=np.ones(100, np.int8)),
         TypeError,
         r"mask must be boolean, True for allowed tokens, or packed bits in uint32; got dtype int8: write mask != 0\.",
+    ),
+    (
+        by_name(mask=np.ones(100, np.int32)),
+        ValueError,
+        r"mask of packed bits must be \[4\] or \[2, 4\], one bit for each of the 100 tokens of w; got \[100\]: pad it to 4 "
+        r"words, or, if it is one number a token, write mask != 0\.",
     ),
     (
         by_name(mask=np.bool_(True)),
@@ -209,7 +220,8 @@ CASES = [  # (calls, exception, the whole message as a pattern)
     (
         by_name(num_samples=101, replace=False),
         ValueError,
-        r"num_samples must be at most the number of tokens, 100, when replace=False; got 101.*\.",
+        r"num_samples must be at most the number of tokens, 100, when replace=False; got 101: ask for fewer, or leave "
+        r"replace out\.",
     ),
     (
         by_name(num_samples=51, replace=False, valid_vocab=50),

@@ -118,5 +118,14 @@ def test_core_imports_no_extra():
     assert printed.split() == []
 
 
+@pytest.mark.parametrize("name,extra", [("nnx", "flax"), ("models", "models")])
+def test_a_missing_extra_is_named(name, extra):
+    printed = _python(
+        f"import sys\nsys.modules['flax'] = None\ntry:\n    import gumbeljax.{name}\n"
+        "except ModuleNotFoundError as error:\n    print(error)\n"
+    )
+    assert printed == f"gumbeljax.{name} must have the package flax, got none; run pip install 'gumbeljax[{extra}]'.\n"
+
+
 def test_every_core_module_imports_without_starting_a_device():
     _python(f"import jax\nimport {', '.join(_core_modules())}\njax.config.update('jax_num_cpu_devices', 3)\n")

@@ -82,6 +82,11 @@ def test_what_was_not_measured_is_said(results):
     assert {table() for table in report.TABLES.values()} == {report.NOTHING}
 
 
+def test_what_make_bench_leaves_is_on_no_page(results):
+    results("cpu-here", "2026-01-01", [cell(1, {"sample": 1e-5})], platform="cpu")
+    assert report.cpu_times() == report.cpu_ratios() == report.NOTHING
+
+
 def test_other_text_is_left_alone(results):
     page = "before\n<!-- table gpu-times -->\nold\n<!-- end of table -->\nafter\n"
     assert report.with_tables(page) == page.replace("old", report.NOTHING)

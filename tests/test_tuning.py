@@ -172,6 +172,12 @@ def test_other_files_are_refused(tmp_path, text):
         gumbeljax.load_tuning(tmp_path / "x.json")
 
 
+@pytest.mark.parametrize("name,error", [("none.json", FileNotFoundError), ("", IsADirectoryError)])
+def test_a_table_that_is_not_there(tmp_path, name, error):
+    with pytest.raises(error, match=r"^path must be a file that gumbeljax\.autotune wrote; got '.*', where reading says .*\.$"):
+        gumbeljax.load_tuning(tmp_path / name)
+
+
 def test_tiles_of_another_version_are_refused(tmp_path):
     path = tmp_path / "x.json"
     gumbeljax.save_tuning(blocks(16), path)

@@ -92,6 +92,8 @@ def read_prompts(options: argparse.Namespace) -> list[Prompt]:
             text = sys.stdin.read() if options.file == "-" else Path(options.file).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"--file must be text in UTF-8, got {error} in {options.file}; convert it") from error
+        except OSError as error:
+            raise ValueError(f"--file must be readable, got {options.file}: {error.strerror}; check the path") from error
         allowed = sampling_options(options)
         prompts += [parse_line(line, i, allowed) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not prompts:
@@ -198,6 +200,12 @@ def serve_prompts(loaded, prompts: list[Prompt], options: argparse.Namespace, co
         raise ValueError(
             f"prompts with their new tokens must fit the model's context of {model.config.max_positions} tokens, "
             f"got {longest}; shorten one of them"
+        )
+    pages = -(-longest // options.page_size)
+    if options.num_pages is not None and options.num_pages < pages:
+        raise ValueError(
+            f"--num-pages must be at least {pages} for {longest} tokens in pages of {options.page_size}, "
+            f"got {options.num_pages}; raise it, or leave it out"
         )
     batch = min(options.batch, len(requests))
     cache = model.init_paged_cache(batch, longest, page_size=options.page_size, num_pages=options.num_pages)

@@ -101,12 +101,14 @@ def resume(
     for name, value in (("max_new_tokens", room), ("min_new_tokens", least)):
         if value.shape not in ((), (batch,)):
             raise ValueError(f"{name} must be one number or {batch}, one per row, got shape {list(value.shape)}; fix it.")
-    room, least = (np.broadcast_to(value, (batch,)) for value in (room, np.minimum(least, max_length)))
-    if not np.all((room >= 0) & (start + room <= max_length)):
+    if np.any(room < 0):
+        raise ValueError(f"max_new_tokens must be at least 0, got {room.tolist()}; pass a count.")
+    if np.any(room > max_length - start):
         raise ValueError(
             f"max_new_tokens must lie between 0 and what max_length {max_length} leaves, "
             f"got {np.asarray(max_new_tokens).tolist()} after {start.tolist()} tokens; raise max_length."
         )
+    room, least = (np.broadcast_to(value, (batch,)) for value in (room, np.minimum(least, max_length)))
     most = int(room.max(initial=0))
     keys = request_keys(key, batch)
     min_lengths = state.prompt_lengths + jnp.asarray(least) if least.any() else None
@@ -216,6 +218,8 @@ def generate(
       ValueError: prompts, lengths, keys or limits that do not fit together; a token id that the head does not have; a paged
         cache that is too small.
     """
+    if is_concrete(prompts):
+        prompts = whole_numbers(prompts, "prompts")
     max_length = (np.shape(prompts) or (0,))[-1] + int(np.max(max_new_tokens, initial=0))
     state = prefill(
         decode_fn, params, prompts, cache, max_length=max_length, lengths=lengths, pad_token=pad_token,

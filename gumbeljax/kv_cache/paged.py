@@ -79,7 +79,7 @@ def init_paged(
     return PagedCache(keys, values, tables.init(batch, max_blocks, num_pages))
 
 
-def _of_rows(cache: PagedCache, x, name: str, kind=jnp.integer) -> jax.Array:
+def _of_rows(cache: PagedCache, x, name: str, kind: Any = jnp.integer) -> jax.Array:
     """Checked ``[batch]``, one number for each row; one alone is that of all."""
     x, batch = _checks.as_array(x, name), cache.pages.lengths.shape[0]
     if not jnp.issubdtype(x.dtype, kind):

@@ -9,12 +9,17 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from gumbeljax.models import gguf, hf, tokenizer
-from gumbeljax.models.assemble import assemble
-from gumbeljax.models.config import LlamaConfig
-from gumbeljax.models.llama import DecodeFn, Llama, as_decode_fn
-from gumbeljax.models.streaming import Answer, stream_answer
-from gumbeljax.models.tokenizer import TextStream, Tokenizer
+try:
+    from gumbeljax.models import gguf, hf, tokenizer
+    from gumbeljax.models.assemble import assemble
+    from gumbeljax.models.config import LlamaConfig
+    from gumbeljax.models.llama import DecodeFn, Llama, as_decode_fn
+    from gumbeljax.models.streaming import Answer, stream_answer
+    from gumbeljax.models.tokenizer import TextStream, Tokenizer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"gumbeljax.models must have the package {error.name}, got none; run pip install 'gumbeljax[models]'.", name=error.name
+    ) from error
 
 __all__ = [
     "Answer",

@@ -17,7 +17,8 @@ def _laws(target_logits, draft_logits) -> tuple[Array, Array]:
     for x, name in ((target_logits, "target_logits"), (draft_logits, "draft_logits")):
         laws.append(_checks.float_array(x, name).astype(jnp.float32))
     if laws[0].ndim == 0 or laws[0].shape[-1] == 0:
-        raise ValueError(f"target_logits must be [*batch, vocab] with at least one token; got shape {list(laws[0].shape)}.")
+        raise ValueError(f"target_logits must be [*batch, vocab] with at least one token; got shape {list(laws[0].shape)}: "
+                         "put the vocabulary on the last axis.")
     if laws[0].shape != laws[1].shape:
         raise ValueError(f"draft_logits must have the shape of target_logits, {list(laws[0].shape)}; got "
                          f"{list(laws[1].shape)}: give both [*batch, vocab].")

@@ -121,7 +121,7 @@ BAD = [
     (lambda: gumbeljax.gumbel_softmax(H, KEY, temperature="a"), "temperature must be an array or a number"),
     (lambda: speculative.position_keys(KEY, jnp.array([1, 2]), 3), "start must be integers"),
     (lambda: speculative.position_counts(seen(), jnp.zeros((3, 2), int)), "draft_tokens must be integers"),
-    (lambda: speculative.acceptance(1.0, 1.0), "target_logits must be"),
+    (lambda: speculative.acceptance(1.0, 1.0), "target_logits must be .*: put the vocabulary on the last axis"),
     (lambda: smc.resample(STATE, KEY, threshold=jnp.ones(3)), "threshold must be a scalar or"),
     (lambda: smc.resample(STATE, KEY, threshold=np.nan), "threshold must be a number; got nan"),
     (lambda: groups.merge_log_mass(groups.Candidate(jnp.zeros(0, int), jnp.zeros(0)), KEY), "candidates must have"),

@@ -24,6 +24,7 @@ def folder(tmp_path_factory):
         ((), "required: prompt"),
         (("hi", "--temprature", "1"), "unrecognized arguments: --temprature"),
         (("hi", "--temp", "1"), "unrecognized arguments: --temp"),
+        (("generaet", "hi"), "unrecognized arguments: hi; write the prompt in quotes; commands: generate, bench; see"),
         (("hi", "--temperature", "-1"), "--temperature: must be a number of at least 0, got -1"),
         (("hi", "--temperature", "nan"), "--temperature: must be a number of at least 0, got nan"),
         (("hi", "--temperature", "warm"), "--temperature: must be a number of at least 0, got warm"),

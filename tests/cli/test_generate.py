@@ -97,7 +97,7 @@ def test_progress_goes_to_standard_error(capsys, folder):
         (("hi", "--min-p", "x"), "--min-p: must be a number from 0 to 1, got x"),
         (("hi", "--batch", "0"), "--batch: must be a whole number of at least 1, got 0"),
         (("hi", "--raw", "--system", "x"), "--system must go without --raw"),
-        (("--file", "/no/such/file"), "No such file"),
+        (("--file", "/no/such/file"), "--file must be readable, got /no/such/file: No such file or directory; check"),
         (("hi", "--temp", "1"), "unrecognized arguments: --temp"),
     ],
 )
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_said(capsys, folder):
     code, _, err = call(capsys, "ab", *FLAGS, "--model", folder, "--max-new-tokens", "300")
     assert code == 2 and "must fit the model's context of 256 tokens, got 301" in err
     code, _, err = call(capsys, "ab", *FLAGS, "--model", folder, "--num-pages", "2")
-    assert code == 2 and "must fit a row of 12 slots and 2 pages of 4" in err
+    assert code == 2 and "--num-pages must be at least 3 for 10 tokens in pages of 4, got 2; raise it" in err
     assert err.count("\n") == 1
 
 

@@ -261,6 +261,13 @@ def test_the_next_chunk_runs_while_the_host_looks_where_only_lengths_end_rows(ll
     np.testing.assert_array_equal(ahead.tokens, after.tokens)
 
 
+def test_more_tokens_than_int32_holds_do_not_wrap(llama):
+    model, decode_fn, params, w = llama
+    state = prefill(decode_fn, params, [[1, 2]], model.init_cache(1, 8), max_length=8)
+    with pytest.raises(ValueError, match="max_new_tokens must lie between 0 and what max_length 8 leaves, got 2147483647"):
+        resume(decode_fn, params, w, state, KEY, max_new_tokens=2**31 - 1)
+
+
 @pytest.mark.parametrize("is_paged", [False, True])
 def test_the_loop_has_a_known_trip_count(llama, is_paged):
     """No `while` or branch on device data: only scans, counted loops and choices by platform are left in the chunk."""
@@ -312,7 +319,8 @@ def test_a_pad_may_be_anything(llama):
         ({"prompts": np.array([[-1, 2]]), "sample_fn": lambda h, w, keys: None}, "prompts must hold token ids of at least 0"),
         ({"lengths": [3]}, "lengths must be 1 numbers from 1 to 2"),
         ({"lengths": [0]}, "lengths must be 1 numbers from 1 to 2"),
-        ({"max_new_tokens": -1}, "max_new_tokens must lie between 0"),
+        ({"prompts": [[1, 2, 3], [1]]}, "prompts must be of one length, got lists of several; fill shorter ones up"),
+        ({"max_new_tokens": -3}, "max_new_tokens must be at least 0, got -3; pass a count"),
         ({"key": jax.random.split(KEY, 3)}, "key must be one key or 1 keys"),
         ({"chunk_size": 0}, "chunk_size must be at least 1"),
         ({"cache_length": 5}, "cache must have 1 rows of at least 6 slots"),

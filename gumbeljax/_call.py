@@ -142,8 +142,8 @@ def choose_implementation(h: ArrayLike, w: ArrayLike, implementation: str | Tuni
     """The implementation that `sample(h, w, key, ...)` runs with these arguments: "xla", "triton" or "mosaic".
 
     None chooses: what was measured to be fastest for this shape and device, where the package has a measurement; else, by
-    rule, on an NVIDIA GPU "xla" with filters (`top_k`, `top_p`, `min_p`), else "mosaic" where it can run (Hopper, 16-bit
-    floats, no `logit_bias`, `mask` or `processors`), else "triton"; "xla" everywhere else. A named one is returned if it can
+    rule, on an NVIDIA GPU "mosaic" where it can run (Hopper, 16-bit floats, no `logit_bias`, `mask`, `processors` or filters),
+    else "triton" where that can; "xla" everywhere else. A named one is returned if it can
     run here.
 
     Args:

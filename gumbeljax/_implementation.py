@@ -95,8 +95,8 @@ def choose(h, w, implementation: str | None, device: DeviceFacts, **call) -> str
         return "xla"
     if call.get("filters"):
         return "triton" if cannot("triton") is None else "xla"
-    # Tables of 8 bits: Mosaic's kernel runs where it is named, since it has not been timed yet.
-    if cannot("mosaic") is None and w.dtype.itemsize > 1:
+    # Tables of 8 bits: a tile of Triton's kernel has 16 rows, and up to there it is faster.
+    if cannot("mosaic") is None and (w.dtype.itemsize > 1 or h.shape[0] > 16):
         return "mosaic"
     if reason := cannot("triton"):
         warnings.warn(f"{reason}; gumbeljax runs implementation='xla' instead.", stacklevel=2)

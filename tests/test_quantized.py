@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gumbeljax
-from gumbeljax import QuantizedHead, _compat, autotuning, decode, processing, sharding, speculative
+from gumbeljax import QuantizedHead, _compat, _implementation, autotuning, decode, processing, sharding, speculative
 from pallas_kernels import many, triton, xla
 from pallas_kernels.logits import Elementwise, canonical_temperature
 from pallas_kernels.tiles import TritonTiles
@@ -288,8 +288,8 @@ def test_the_kernels_lower(dtype, h_dtype, vocab, d_model, rows):
 
 
 @needs_triton
-@pytest.mark.parametrize("rows", [1, 64])
-def test_the_public_functions_choose_triton(rows):
+@pytest.mark.parametrize("rows, name", [(1, "triton"), (64, "mosaic")])
+def test_the_public_functions_run_kernels(rows, name):
     shape = jax.ShapeDtypeStruct
     h, tokens = shape((rows, 128), jnp.bfloat16), shape((rows,), jnp.int32)
     heads_ = [QuantizedHead(shape((5120, 128), d), shape((5120,), jnp.float32)) for d in DTYPES]
@@ -302,12 +302,12 @@ def test_the_public_functions_choose_triton(rows):
                 jax.grad(lambda h: gumbeljax.log_prob(h, w, tokens).sum())(h))
 
     for w in heads_:
-        assert "triton" in lower(everything, DEVICES[0], h, w, tokens).as_text()
+        assert name in lower(everything, DEVICES[0], h, w, tokens).as_text()
         named = lower(lambda h, w: gumbeljax.sample(h, w, jax.random.key(0), implementation="mosaic"), DEVICES[0], h, w)
         assert "mosaic" in named.as_text()
     with pytest.raises(NotImplementedError, match=r"it reads float8_e4m3fn from compute capability 8\.9 on"):
         lower(lambda h, w: gumbeljax.greedy(h, w, implementation="triton"), DEVICES[1], h, heads_[1])
-    assert set(chosen) == {"triton"}
+    assert set(chosen) == {name}
     with pytest.raises(NotImplementedError, match=r"^implementation='mosaic' cannot run this call: it multiplies .*"):
         wide = shape((rows, 128), jnp.float32)
         lower(lambda h, w: gumbeljax.greedy(h, w, implementation="mosaic"), DEVICES[0], wide, heads_[0])
@@ -325,6 +325,15 @@ def test_verification_of_8_bits_lowers_through_mosaic(rows, vocab):
         return speculative.verify(law, None, jnp.zeros((rows, 4), jnp.int32), jax.random.key(0)).tokens
 
     assert "mosaic" in lower(verify, DEVICES[0], h, head).as_text()
+
+
+@needs_triton
+@pytest.mark.parametrize("rows, name", [(16, "triton"), (17, "mosaic")])
+def test_the_choice_on_a_hopper_gpu(rows, name):
+    """A tile of Triton's kernel has 16 rows."""
+    h, w = jax.ShapeDtypeStruct((rows, 128), jnp.bfloat16), jax.ShapeDtypeStruct((512, 128), jnp.int8)
+    hopper = _implementation.DeviceFacts("gpu", (9, 0), 132, "NVIDIA H200")
+    assert _implementation.choose(h, w, None, hopper) == name
 
 
 def test_autotune_knows_them_from_other_tables():

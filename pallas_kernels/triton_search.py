@@ -26,6 +26,7 @@ from pallas_kernels.triton_merge import pack
 MOST = 64  # groups that a shard looks at on average where their bounds alone decide: at most exp(-x) groups on average have a
 # score above x, for every p
 LEAST = -0x7F800001  # the key of -inf
+WARPS, CHUNK = 16, 2048  # of a program; coordinates that it reads at a time
 
 
 def choose_shares(num_rows: int) -> int:
@@ -97,7 +98,7 @@ def _kernel(
         if refs["h"] is None:
             return dual.log_law(None, tokens, side)
         raw = group_products(plt, refs["h"], refs["w"], row, first, zero, vocab=vocab, d_model=law["d_model"],
-                             vocab_axis=law["vocab_axis"], chunk=min(2048, pl.next_power_of_2(law["d_model"])))
+                             vocab_axis=law["vocab_axis"], chunk=min(CHUNK, pl.next_power_of_2(law["d_model"])))
         *dense, valid = (*refs["dense"], None) if not law["has_valid"] else refs["dense"]
         own = Elementwise(**{name: group_option(plt, ref, row, first, tokens, vocab)
                              for name, ref in zip(law["dense"], dense, strict=True)})
@@ -148,7 +149,7 @@ def search_shares(scores: race.Scores, target: dual.Side, draft: dual.Side, keys
     high, low, token, log_p, mass, _ = pl.pallas_call(
         body, grid=(num_rows * shares,), out_shape=[*out_shape, like_all((num_rows,), jnp.int32)],
         input_output_aliases={place: len(out_shape)}, interpret=interpret, name="gumbeljax_residual_search",
-        compiler_params=plt.CompilerParams(num_warps=16, num_stages=1))(*flat)
+        compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1))(*flat)
     return search.Found(high, low, token, log_p, mass, None if most is None else jnp.full_like(high, floor))
 
 

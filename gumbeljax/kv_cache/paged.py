@@ -81,14 +81,14 @@ def init_paged(
 
 def _of_rows(cache: PagedCache, x, name: str, kind=jnp.integer) -> jax.Array:
     """Checked ``[batch]``, one number for each row; one alone is that of all."""
-    x, batch = _checks.as_array(x, name), cache.pages.lengths.shape[0]
+    x, batch = _checks.as_array(_checks.in_32_bits(x), name), cache.pages.lengths.shape[0]
     if not jnp.issubdtype(x.dtype, kind):
         wanted = "boolean" if kind is jnp.bool_ else "integers"
         raise TypeError(f"{name} must be {wanted}; got dtype {x.dtype}: cast it.")
     if x.shape not in ((), (batch,)):
         raise ValueError(f"{name} must have one number for each of the {batch} rows; got shape {list(x.shape)}: select_rows "
                          "gives a part of them.")  # fmt: skip
-    return jnp.broadcast_to(x, (batch,))
+    return jnp.broadcast_to(x if kind is jnp.bool_ else _checks.as_ids(x), (batch,))
 
 
 def append(cache: PagedCache, counts: jax.Array) -> PagedCache:
@@ -129,8 +129,9 @@ def select_rows(cache: PagedCache, rows: jax.Array) -> PagedCache:
 
     Its tables are for ``locate`` only: after the pass give the pool back with ``put_back``.
     """
-    pages, is_row = cache.pages, rows >= 0
-    safe = jnp.maximum(rows, 0)
+    pages, rows = cache.pages, _checks.as_ids(_checks.listed(rows))
+    is_row = (rows >= 0) & (rows < pages.lengths.shape[0])  # as in `fork`: any other is an empty row
+    safe = jnp.where(is_row, rows, 0)
     return cache._replace(
         pages=pages._replace(
             block_tables=jnp.where(is_row[:, None], pages.block_tables[safe], -1),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gumbeljax
-from gumbeljax import Processors, bandit, groups, smc, speculative
+from gumbeljax import Processors, bandit, groups, kv_cache, smc, speculative
 from gumbeljax.decode import Request
 from gumbeljax.decode.requests import checked
 from gumbeljax.speculative import Law
@@ -68,6 +68,57 @@ def test_top_k_wider_than_32_bits_is_off(top_k):
     assert gumbeljax.kept_tokens(H, W, top_k=top_k).all()
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int16], ids=lambda d: np.dtype(d).name)
+def test_ids_of_narrow_integers(dtype):
+    """A vocabulary, or a pool, beyond their range: as the same numbers in int32, traced or known."""
+    vocab, ids = 70_000, np.array([[3, 100], [0, -1 if np.dtype(dtype).kind == "i" else 7]])
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, vocab)), jnp.float32)
+    counts = gumbeljax.count_tokens(ids, vocab)
+    cache = kv_cache.append(kv_cache.init_paged(1, 2, 512, 1, 4, page_size=256), jnp.array([100, 10]))
+
+    def calls(ids):
+        allowed = gumbeljax.sample_logits(logits, KEY, processors=Processors(allowed_tokens=ids))
+        grown = kv_cache.append(cache, ids[:, 1])
+        return (gumbeljax.count_tokens(ids, vocab), counts.add(ids), speculative.position_counts(counts, ids), allowed,
+                grown, kv_cache.truncate(grown, ids[:, 0]), kv_cache.fork(grown, ids[:, 1]),
+                kv_cache.select_rows(grown, ids[:, 1]))
+
+    for run in (calls, jax.jit(calls)):
+        jax.tree.map(np.testing.assert_array_equal, run(jnp.asarray(ids, dtype)), run(jnp.asarray(ids, jnp.int32)))
+
+
+def test_integers_of_64_bits_are_never_cut():
+    """NumPy keeps them: beyond 32 bits a token is nothing, a count the largest, and a number that number."""
+    hot, wide = np.int64(2**32), np.array([2**32 + 1, 1])
+    tokens = gumbeljax.sample(H, 100 * W, jax.random.split(KEY, 2), temperature=hot, num_samples=50)
+    assert len(np.unique(tokens)) == 5
+    log_probs = [gumbeljax.log_prob(H, W, [1, 1], temperature=t) for t in (wide, wide.astype(np.float32))]
+    np.testing.assert_array_equal(*log_probs)
+    late = Processors(end_tokens=[4], min_new_tokens=wide, num_new_tokens=1)
+    assert gumbeljax.greedy(H, W, processors=late).tolist() == [3, 4]
+    counts = gumbeljax.count_tokens([[1], [2]], 5, lengths=wide)
+    assert counts.in_prompt.any(axis=1).tolist() == [True, True]
+    assert not counts.add(np.array([2**32 + 3, -(2**40)])).output.any()
+    assert not speculative.position_counts(counts, np.array([[2**32 + 3], [2**40]])).output.any()
+    cache = kv_cache.append(kv_cache.init_paged(1, 2, 8, 1, 4, page_size=4), np.array([2**32 + 3, 1]))
+    assert cache.pages.has_overflowed.tolist() == [True, False] and cache.pages.lengths.tolist() == [0, 1]
+    assert kv_cache.truncate(cache, wide).pages.lengths.tolist() == [0, 1]
+    assert kv_cache.fork(cache, wide).pages.lengths.tolist() == [0, 1]
+    assert kv_cache.select_rows(cache, wide).pages.lengths.tolist() == [0, 1]
+
+
+def test_what_lies_behind_the_length_of_a_prompt_is_not_looked_at():
+    for pad in (-100, 99, 2**40):
+        def call(lengths, pad=pad):
+            return gumbeljax.count_tokens([[3, pad]], 5, lengths=lengths).in_prompt
+
+        for run in (call, lambda lengths, call=call: jax.jit(lambda: call(lengths))(), jax.jit(call)):
+            assert run(np.array([1])).tolist() == [[False, False, False, True, False]]
+        for run in (call, lambda lengths, call=call: jax.jit(lambda: call(lengths))()):
+            with pytest.raises(ValueError, match=rf"^prompt must name token ids from 0 to 4 .* got {pad}"):
+                run([2])
+
+
 @pytest.mark.parametrize("make", BANDITS)
 def test_a_round_that_says_nothing_changes_nothing(make):
     arms = bandit.Arms([2, 4])
@@ -107,6 +158,15 @@ def test_promotions_that_users_forbid():
 def test_lists_that_went_into_jit():
     ban = jax.jit(lambda processors: gumbeljax.greedy(H, W, processors=processors))
     assert ban(Processors(banned_tokens=[4, 3])).tolist() == [2, 2]
+
+
+def test_a_list_of_traced_numbers():
+    law = lambda a: Law(jnp.ones((2, 3, 9)).at[..., 0].set(2), temperature=[a, 0.0])  # noqa: E731
+    out = jax.jit(lambda a: speculative.verify(law(a), None, jnp.zeros((2, 2), int), KEY))(0.5)
+    want = speculative.verify(law(0.5), None, jnp.zeros((2, 2), int), KEY)
+    np.testing.assert_array_equal(out.tokens, want.tokens)
+    counts = jax.jit(lambda a: gumbeljax.count_tokens([[a, 1]], 5).add([a]))(3)
+    assert counts.output.tolist() == [[0, 0, 0, 1, 0]] and counts.in_prompt[0].tolist() == [False, True, False, True, False]
 
 
 BAD = [

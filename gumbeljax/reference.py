@@ -38,6 +38,7 @@ import jax
 import jax.numpy as jnp
 
 from gumbeljax._keys import row_keys
+from gumbeljax._mesh import check_rows
 from gumbeljax._typing import Array, ArrayLike, Key
 from pallas_kernels import noise
 from pallas_kernels.logits import canonical_temperature
@@ -168,6 +169,7 @@ def _rows(logits, key):
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"logits must be [*batch, vocab] with at least one token; got shape {list(x.shape)}: "
                          "put the vocabulary on the last axis.")  # fmt: skip
+    check_rows(x, key, None, (), way_out="one key per row, sharded like logits")
     batch = x.shape[:-1]
     return x.reshape(-1, x.shape[-1]).astype(jnp.float32), row_keys(key, batch), batch
 

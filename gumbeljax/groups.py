@@ -72,6 +72,9 @@ def summarize(logits: ArrayLike, key: Key, *, first_id: ArrayLike = 0) -> Summar
     of_shard = first_id if _checks.is_traced(first_id) else None
     check_rows(logits, key, of_shard, (), way_out="one key per row, sharded like logits")
     words = row_keys(key, batch_shape)
+    if logits.size == 0:  # no rows
+        nothing = jnp.zeros(batch_shape, jnp.float32)
+        return Summary(nothing, nothing.astype(jnp.int32), nothing)
     t = jnp.ones_like(words[0], jnp.float32)
     keys = (*words, jnp.full_like(words[0], first.astype(jnp.uint32)))
     draw, won, _ = xla.piece(logits.reshape(-1, n), None, keys, t, vocab=n)

@@ -75,7 +75,7 @@ def gumbel_softmax(
     if logits.shape[axis] == 0:
         raise ValueError(f"logits must have at least one choice along axis {axis}; got shape {list(logits.shape)}: pass some.")
     x = jnp.moveaxis(logits, axis, -1)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     check_rows(x, key, None, (), way_out="one key per row, sharded like logits")
     z = x.astype(wide) + _token_noise(key, x.shape).astype(wide)
 

@@ -177,9 +177,10 @@ def gather(particles: Any, ancestors: Array) -> Any:
     >>> gather((jnp.array([[1, 2], [3, 4]]), 5), jnp.array([[1, 1], [0, 1]]))[0].tolist()
     [[2, 2], [3, 4]]
     """
+    ancestors = jnp.asarray(ancestors)
     groups = ancestors.shape[:-1]
     where = [jnp.arange(size).reshape(-1, *[1] * (len(groups) - axis)) for axis, size in enumerate(groups)]
-    return jax.tree.map(lambda x: x[(*where, ancestors)] if jnp.ndim(x) else x, particles)
+    return jax.tree.map(lambda x: jnp.asarray(x)[(*where, ancestors)] if jnp.ndim(x) else x, particles)
 
 
 @plain_broadcasting()

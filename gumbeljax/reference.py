@@ -37,6 +37,7 @@ D. Tarlow, T. Minka, "A* sampling", NeurIPS 2014.
 import jax
 import jax.numpy as jnp
 
+from gumbeljax._call import plain_broadcasting
 from gumbeljax._keys import row_keys
 from gumbeljax._mesh import check_rows
 from gumbeljax._typing import Array, ArrayLike, Key
@@ -47,6 +48,7 @@ from pallas_kernels.noise import DRAW, GROUP, GROUP_LEVEL, TOKEN_LEVEL
 NO_TOKEN = -1
 
 
+@plain_broadcasting()
 def inverse_cdf(logits: ArrayLike, key: Key) -> Array:
     """Draws by inverting the cumulative sum of the probabilities with one uniform number a row.
 
@@ -83,6 +85,7 @@ def inverse_cdf(logits: ArrayLike, key: Key) -> Array:
     return _marked(tokens, x).reshape(batch)
 
 
+@plain_broadcasting()
 def gumbel_max(logits: ArrayLike, key: Key) -> Array:
     """The token with the largest `logit + Gumbel noise`, one noise value per token.
 
@@ -110,6 +113,7 @@ def gumbel_max(logits: ArrayLike, key: Key) -> Array:
     return _marked(jnp.argmax(scores, axis=-1), x).reshape(batch)
 
 
+@plain_broadcasting()
 def grouped_gumbel_max(logits: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0) -> Array:
     """The sampling law of this library, step by step: a race of groups, then a race inside the winner.
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gumbeljax import _checks
+from gumbeljax._call import plain_broadcasting
 from gumbeljax.kv_cache import pages as tables
 from gumbeljax.kv_cache.contiguous import zeros
 from gumbeljax.kv_cache.pages import Pages
@@ -91,6 +92,7 @@ def _of_rows(cache: PagedCache, x, name: str, kind=jnp.integer) -> jax.Array:
     return jnp.broadcast_to(x if kind is jnp.bool_ else _checks.as_ids(x), (batch,))
 
 
+@plain_broadcasting()
 def append(cache: PagedCache, counts: jax.Array) -> PagedCache:
     """Make room for ``counts int32[batch]`` more tokens per row, in row order.
 
@@ -105,11 +107,13 @@ def append(cache: PagedCache, counts: jax.Array) -> PagedCache:
     return PagedCache(tuple(map(copied, cache.keys)), tuple(map(copied, cache.values)), pages)
 
 
+@plain_broadcasting()
 def truncate(cache: PagedCache, lengths: jax.Array) -> PagedCache:
     """Cut each row to at most ``lengths int32[batch]`` tokens; pages that nobody uses any more are free again."""
     return cache._replace(pages=tables.truncate(cache.pages, _of_rows(cache, lengths, "lengths"), cache.page_size))
 
 
+@plain_broadcasting()
 def fork(cache: PagedCache, ancestors: jax.Array) -> PagedCache:
     """Row ``i`` becomes row ``ancestors[i]``, ``int32[batch]``; -1 makes it empty.
 
@@ -119,11 +123,13 @@ def fork(cache: PagedCache, ancestors: jax.Array) -> PagedCache:
     return cache._replace(pages=tables.fork(cache.pages, _of_rows(cache, ancestors, "ancestors")))
 
 
+@plain_broadcasting()
 def release(cache: PagedCache, is_released: jax.Array) -> PagedCache:
     """Empty the rows where ``is_released bool[batch]`` and take their overflow flag away; releasing twice does nothing."""
     return cache._replace(pages=tables.release(cache.pages, _of_rows(cache, is_released, "is_released", jnp.bool_)))
 
 
+@plain_broadcasting()
 def select_rows(cache: PagedCache, rows: jax.Array) -> PagedCache:
     """The same pool seen by the rows ``int32[n]`` alone, for a forward pass over a part of the batch; -1: an empty row.
 

@@ -104,8 +104,9 @@ NOISY = {  # name: (call(x [rows, n], key), what the keys must be sharded like)
     "systematic": (smc.systematic, "log_weights"),
     "multinomial": (smc.multinomial, "log_weights"),
     "choose": (lambda x, key: smc.choose(smc.init((), x), key), "log_weights"),
-    "step": (lambda x, key: smc.step(smc.init(x, x), key, threshold=0.0, log_weight_fn=lambda x, _: x, propose_fn=lambda x, keys: (
-        jax.vmap(jax.vmap(jax.random.normal))(keys), None))[0].particles, "log_weights"),
+    "step": (lambda x, key: smc.step(
+        smc.init(x, x), key, threshold=0.0, log_weight_fn=lambda x, _: x,
+        propose_fn=lambda x, keys: (jax.vmap(jax.vmap(jax.random.normal))(keys), None))[0].particles, "log_weights"),
 }
 
 

@@ -150,6 +150,8 @@ def per_row(x, name: str, batch_shape: tuple[int, ...], dtype=jnp.float32) -> Ar
     """A scalar, or one number per row, as float32 (or int32, where wider integers are clipped) `[rows]`."""
     if isinstance(x, str) or x is None:
         raise TypeError(f"{name} must be a number or an array of shape {list(batch_shape)}; got {x!r}: pass a number.")
+    if getattr(x, "dtype", None) in (np.int64, np.uint64) and isinstance(x, np.ndarray | np.generic):  # jax would cut them
+        x = x.astype(np.float32) if dtype == jnp.float32 else in_32_bits(x)
     x = as_array(x, name)
     if not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
         raise TypeError(f"{name} must be real; got dtype {x.dtype}: cast it to float32.")
@@ -257,20 +259,31 @@ def count(x, name: str, fix: str = "pass a larger one") -> int:
 
 
 def listed(x):
-    """An array, or lists as one of NumPy, which keeps 64 bits."""
+    """An array, or lists as one of NumPy, which keeps 64 bits; of JAX where a list holds tracers."""
     if hasattr(x, "dtype"):
         return x
-    x = np.asarray(x)
+    x = jnp.asarray(x) if any(map(is_traced, jax.tree.leaves(x))) else np.asarray(x)
     return x.astype(np.int32) if x.size == 0 else x  # an empty list has no dtype
+
+
+def is_integral(x) -> bool:
+    """Whether what `listed` returned holds integers."""
+    return x.dtype != object and jnp.issubdtype(x.dtype, jnp.integer)
+
+
+def as_ids(x) -> Array:
+    """Integers as int32: bounds beside narrower ones would wrap around, and wider ones must not wrap into a vocabulary."""
+    if x.dtype.itemsize >= 4 and x.dtype != jnp.int32:
+        xp = np if isinstance(x, np.ndarray | np.generic) else jnp
+        x = xp.clip(x, 0 if x.dtype.kind == "u" else -1, 2**31 - 1)
+    return jnp.asarray(x).astype(jnp.int32)
 
 
 def token_ids(tokens, batch_shape: tuple[int, ...]) -> Array:
     """Integer tokens of the batch's shape, as int32 `[rows]`."""
     tokens = listed(tokens)
-    if tokens.dtype == object or not jnp.issubdtype(tokens.dtype, jnp.integer):
+    if not is_integral(tokens):
         raise TypeError(f"tokens must be integers; got dtype {tokens.dtype}: cast them to int32.")
     if tokens.shape != batch_shape:
         raise ValueError(f"tokens must have the batch's shape {list(batch_shape)}; got {list(tokens.shape)}: reshape them.")
-    if tokens.dtype.itemsize * 8 > 31 and tokens.dtype != jnp.int32:  # wider ids must not wrap into the vocabulary
-        tokens = (np if isinstance(tokens, np.ndarray) else jnp).clip(tokens, 0 if tokens.dtype.kind == "u" else -1, 2**31 - 1)
-    return jnp.asarray(tokens).astype(jnp.int32).reshape(-1)
+    return as_ids(tokens).reshape(-1)

@@ -73,7 +73,8 @@ def vocabulary_axes(axis_name: AxisName | None, w, **same) -> tuple[str, ...]:
 
 def check_rows(h, key, row_offset, axes: tuple[str, ...], way_out: str | None = None) -> None:
     """Refuses to draw with the same noise on two shards of the rows, and with two noises in one row; `axes` cut the
-    vocabulary. `way_out`: the keys that would do, where there is no row_offset."""
+    vocabulary. `way_out`: the keys that would do, where there is no row_offset. An h of one axis is one row, whose own key it
+    may be where types do not say."""
     if wrong := varying(key) & set(axes):
         raise ValueError(f"key must be the same on all shards of the vocabulary; got one that varies over {quoted(wrong)}: "
                          "give it no such axis in in_specs, since the noise of every token is its own already.")
@@ -81,13 +82,13 @@ def check_rows(h, key, row_offset, axes: tuple[str, ...], way_out: str | None = 
     if all(map(is_checked, manual)):
         cut = varying(h) - set(axes) - varying(key) - (varying(row_offset) if row_offset is not None else frozenset())
     else:  # types say nothing: any other axis may cut the rows
-        is_one = row_offset is None and hasattr(key, "dtype") and key.ndim == (0 if is_typed(key) else 1)
+        is_one = row_offset is None and h.ndim > 1 and hasattr(key, "dtype") and key.ndim == (0 if is_typed(key) else 1)
         cut = frozenset(manual if is_one else ())
     if cut:
         axis = sorted(cut)[0]
         offset = f"one key per row, sharded like h, or row_offset=jax.lax.axis_index({axis!r}) * (rows of a shard)"
         raise ValueError(f"key must differ between the shards of the rows; got the same one all over {quoted(cut)}: pass "
-                         f"{offset if way_out is None else f'{way_out}, sharded like h'}.")
+                         f"{way_out or offset}.")
 
 
 def is_typed(key) -> bool:

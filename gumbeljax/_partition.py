@@ -15,6 +15,7 @@ from gumbeljax._mesh import quoted
 from gumbeljax.processing import LISTS, Processors, TokenCounts, token_lists
 
 PER_TOKEN = ("logit_bias", "mask")  # options whose last axis is the vocabulary
+STATIC = ("valid_vocab", "num_samples", "scale", "soft_cap")  # options that are constants, NumPy's numbers too
 DECIDED = ("h", "w", "key", "axis_name", "row_offset")  # arguments that are not options of the call on a shard
 
 
@@ -40,7 +41,8 @@ class Call(NamedTuple):
         rows, vocabulary = self.layout.rows, self.layout.vocabulary or None
         if name in PER_TOKEN + TokenCounts._fields and shape[-1:] == (width,):
             return P(*rows, vocabulary) if len(shape) > 1 else P(vocabulary)
-        return P(*rows) if shape[:len(batch_shape)] == batch_shape else P()
+        behind = 1 if name in (*LISTS, "bias_values") else 0  # a list [n] is that of all rows, also when n is their number
+        return P(*rows) if len(shape) == len(batch_shape) + behind and shape[:len(batch_shape)] == batch_shape else P()
 
     def specs(self, options, batch_shape: tuple[int, ...], width: int):
         """`spec` of every leaf of a tree of options, by its name."""
@@ -135,8 +137,10 @@ def on_shards(fn: Callable, layout: Layout, in_specs, out_specs, arguments: tupl
 
 def as_operand(x, name: str):
     """An option as an array that is not yet on any device; None for a constant of the call."""
+    if isinstance(x, np.generic):
+        return None if name in STATIC else np.asarray(x)
     if hasattr(x, "dtype"):
-        return np.asarray(x) if isinstance(x, np.generic) else x
+        return x
     if name == "temperature" or isinstance(x, list | tuple):
         is_traced = any(map(_checks.is_traced, jax.tree.leaves(x)))
         return jax.numpy.asarray(x) if is_traced else np.asarray(x, np.float32 if name == "temperature" else None)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from gumbeljax import _checks
 from gumbeljax._call import plain_broadcasting
 from gumbeljax._keys import row_keys
+from gumbeljax._mesh import check_rows
 from gumbeljax._typing import Array, ArrayLike, Key
 from pallas_kernels import noise, race, xla
 
@@ -67,7 +68,13 @@ def summarize(logits: ArrayLike, key: Key, *, first_id: ArrayLike = 0) -> Summar
     first = _checks.as_array(first_id, "first_id")
     if first.shape != () or not jnp.issubdtype(first.dtype, jnp.integer):
         raise TypeError(f"first_id must be one integer; got {first.dtype}{list(first.shape)}: pass the id of the first logit.")
+    # Shards of the vocabulary share a key: they are those over which first_id varies.
+    of_shard = first_id if _checks.is_traced(first_id) else None
+    check_rows(logits, key, of_shard, (), way_out="one key per row, sharded like logits")
     words = row_keys(key, batch_shape)
+    if logits.size == 0:  # no rows
+        nothing = jnp.zeros(batch_shape, jnp.float32)
+        return Summary(nothing, nothing.astype(jnp.int32), nothing)
     t = jnp.ones_like(words[0], jnp.float32)
     keys = (*words, jnp.full_like(words[0], first.astype(jnp.uint32)))
     draw, won, _ = xla.piece(logits.reshape(-1, n), None, keys, t, vocab=n)
@@ -99,8 +106,10 @@ def merge(a: Summary, b: Summary) -> Summary:
                    jnp.logaddexp(a.log_mass, b.log_mass))
 
 
-def _noise(key: Key, batch_shape: tuple[int, ...], level: int, indices) -> Array:
-    """Gumbel noise of merging, `[n, *batch]`."""
+def _noise(key: Key, log_mass: Array, level: int) -> Array:
+    """Gumbel noise of merging log masses, `[n, *batch]`."""
+    check_rows(log_mass, key, None, (), way_out="one key per row, sharded like the candidates")
+    batch_shape, indices = log_mass.shape[1:], jnp.arange(log_mass.shape[0])
     words = row_keys(key, batch_shape)
     stream = noise.stream(noise.MERGE, 0, level)
     return noise.gumbel(*words, stream, indices[:, None].astype(jnp.uint32)).reshape(-1, *batch_shape)
@@ -127,7 +136,7 @@ def merge_log_mass(candidates: Candidate, key: Key) -> Candidate:
         raise ValueError(f"candidates must have token and log_mass of one shape [n, *batch]; got {list(token.shape)} and "
                          f"{list(log_mass.shape)}: stack them along axis 0.")
     index = jnp.arange(token.shape[0])
-    scores = log_mass + _noise(key, token.shape[1:], noise.GROUP_LEVEL, index)
+    scores = log_mass + _noise(key, log_mass, noise.GROUP_LEVEL)
     column = index.reshape(-1, *(1,) * (token.ndim - 1))
     chosen = race.first_where(scores == jnp.max(scores, axis=0), column)
     total = jnp.max(log_mass, axis=0)
@@ -152,8 +161,7 @@ def merge_online(old: Candidate, new: Candidate, key: Key) -> Candidate:
     [2, 60.0]
     """
     m_old, m_new = jnp.asarray(old.log_mass, jnp.float32), jnp.asarray(new.log_mass, jnp.float32)
-    batch_shape = jnp.broadcast_shapes(m_old.shape, m_new.shape)
-    coins = _noise(key, batch_shape, noise.TOKEN_LEVEL, jnp.arange(2))
+    coins = _noise(key, jnp.stack(jnp.broadcast_arrays(m_old, m_new)), noise.TOKEN_LEVEL)
     total = jnp.logaddexp(m_old, m_new)
     token = jnp.where(m_new + coins[0] > m_old + coins[1], new.token, old.token)
     return Candidate(jnp.where(jnp.isnan(total), -1, token), total)

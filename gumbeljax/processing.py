@@ -40,10 +40,11 @@ class TokenCounts(NamedTuple):
 def occurrences(tokens: ArrayLike, shape: tuple[int, ...]) -> Array:
     """int32 `[*batch, vocab]`: how often each id occurs in tokens `[*batch]` or `[*batch, n]`."""
     *batch, vocab = shape
-    tokens = jnp.asarray(tokens)
-    if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.shape[:len(batch)] != tuple(batch) or tokens.ndim > len(shape):
+    tokens = _checks.listed(tokens)
+    if not _checks.is_integral(tokens) or tokens.shape[:len(batch)] != tuple(batch) or tokens.ndim > len(shape):
         raise ValueError(f"tokens must be integers of shape {batch} or {[*batch, 'n']}; got {tokens.dtype}"
                          f"{list(tokens.shape)}: give every row its own.")
+    tokens = _checks.as_ids(tokens)
     of_each_row = tokens.shape[-1] if tokens.ndim == len(shape) else 1
     flat = jnp.where((tokens >= 0) & (tokens < vocab), tokens, vocab).reshape(int(np.prod(batch)), of_each_row)
     one_row = lambda ids: jnp.zeros(vocab, jnp.int32).at[ids].add(1, mode="drop")  # noqa: E731
@@ -65,13 +66,16 @@ def count_tokens(prompt: ArrayLike, vocab: int, *, lengths: ArrayLike | None = N
     >>> count_tokens(jnp.array([[3, 3], [1, 0]]), vocab=4, lengths=jnp.array([2, 1])).in_prompt.astype(int).tolist()
     [[0, 0, 0, 1], [0, 1, 0, 0]]
     """
-    prompt = token_lists(prompt, "prompt", None, vocab)
-    vocab = _checks.count(vocab, "vocab")
-    if lengths is not None:
-        lengths = _checks.per_row(lengths, "lengths", prompt.shape[:-1], jnp.int32).reshape(prompt.shape[:-1])
-        with jax.numpy_rank_promotion("allow"):
-            prompt = jnp.where(jnp.arange(prompt.shape[-1]) < lengths[..., None], prompt, -1)
-    seen = occurrences(prompt, (*prompt.shape[:-1], vocab))
+    prompt, vocab = lists_of(prompt, "prompt", None), _checks.count(vocab, "vocab")
+    is_real, batch_shape = True, prompt.shape[:-1]
+    with jax.numpy_rank_promotion("allow"):
+        if lengths is not None:
+            ends = _checks.per_row(lengths, "lengths", batch_shape, jnp.int32).reshape(batch_shape)
+            if not any(map(_checks.is_traced, jax.tree.leaves(lengths))):  # known inside jit, too
+                ends = np.broadcast_to(_checks.in_32_bits(np.asarray(lengths)).astype(np.int32), batch_shape)
+            is_real = np.arange(prompt.shape[-1]) < ends[..., None]
+        prompt = jnp.where(is_real, token_lists(prompt, "prompt", None, vocab, is_real), -1)
+    seen = occurrences(prompt, (*batch_shape, vocab))
     return TokenCounts(seen > 0, jnp.zeros_like(seen))
 
 
@@ -144,27 +148,30 @@ def options_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return out | ({"processors": Processors(**rare)} if rare else {})
 
 
-def token_lists(x: ArrayLike, name: str, batch_shape: tuple[int, ...] | None, vocab: int) -> Array:
-    """Checked token ids, int32 `[n]` or `[*batch, n]` (any leading shape when batch_shape is None), -1 for nothing."""
+def lists_of(x: ArrayLike, name: str, batch_shape: tuple[int, ...] | None):
+    """Integers `[n]` or `[*batch, n]` (any leading shape when batch_shape is None), as they are."""
     try:
-        of_tracers = not hasattr(x, "dtype") and any(map(_checks.is_traced, jax.tree.leaves(x)))  # a list that went into jit
-        values = x if hasattr(x, "dtype") else jnp.asarray(x) if of_tracers else np.asarray(x)
+        values = _checks.listed(x)
     except ValueError:
         raise ValueError(f"{name} must be lists of one length; got lists of several: fill shorter ones up with -1.") from None
-    if values.size == 0 and not hasattr(x, "dtype"):
-        values = values.astype(np.int64)
-    if not jnp.issubdtype(values.dtype, jnp.integer):
+    if not _checks.is_integral(values):
         raise TypeError(f"{name} must be integers; got {values.dtype}: pass token ids.")
     if values.ndim == 0 or (batch_shape is not None and values.shape[:-1] not in ((), batch_shape)):
         raise ValueError(f"{name} must be [n] or {[*(batch_shape or ['*batch']), 'n']}; got {list(values.shape)}: "
                          "fill shorter rows up with -1.")
-    if _checks.is_concrete(values):
+    return values
+
+
+def token_lists(x: ArrayLike, name: str, batch_shape: tuple[int, ...] | None, vocab: int, is_real=True) -> Array:
+    """Checked token ids of `lists_of`, int32, -1 for nothing; what is not real may be anything."""
+    values = lists_of(x, name, batch_shape)
+    if _checks.is_concrete(values) and _checks.is_concrete(is_real):
         known = np.asarray(values)
-        if np.any(bad := (known < -1) | (known >= vocab)):
+        if np.any(bad := is_real & ((known < -1) | (known >= vocab))):
             raise ValueError(f"{name} must name token ids from 0 to {vocab - 1} (or -1, nothing); got {known[bad][0]}: "
                              "leave it out.")
-    values = jnp.asarray(values)
-    return jnp.where((values >= 0) & (values < vocab), values, -1).astype(jnp.int32)
+    values = _checks.as_ids(values)
+    return jnp.where((values >= 0) & (values < vocab), values, -1)
 
 
 def number(x: ArrayLike | None, name: str, batch_shape: tuple[int, ...], is_good,

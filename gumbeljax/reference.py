@@ -37,7 +37,9 @@ D. Tarlow, T. Minka, "A* sampling", NeurIPS 2014.
 import jax
 import jax.numpy as jnp
 
+from gumbeljax._call import plain_broadcasting
 from gumbeljax._keys import row_keys
+from gumbeljax._mesh import check_rows
 from gumbeljax._typing import Array, ArrayLike, Key
 from pallas_kernels import noise
 from pallas_kernels.logits import canonical_temperature
@@ -46,6 +48,7 @@ from pallas_kernels.noise import DRAW, GROUP, GROUP_LEVEL, TOKEN_LEVEL
 NO_TOKEN = -1
 
 
+@plain_broadcasting()
 def inverse_cdf(logits: ArrayLike, key: Key) -> Array:
     """Draws by inverting the cumulative sum of the probabilities with one uniform number a row.
 
@@ -82,6 +85,7 @@ def inverse_cdf(logits: ArrayLike, key: Key) -> Array:
     return _marked(tokens, x).reshape(batch)
 
 
+@plain_broadcasting()
 def gumbel_max(logits: ArrayLike, key: Key) -> Array:
     """The token with the largest `logit + Gumbel noise`, one noise value per token.
 
@@ -109,6 +113,7 @@ def gumbel_max(logits: ArrayLike, key: Key) -> Array:
     return _marked(jnp.argmax(scores, axis=-1), x).reshape(batch)
 
 
+@plain_broadcasting()
 def grouped_gumbel_max(logits: ArrayLike, key: Key, *, temperature: ArrayLike = 1.0) -> Array:
     """The sampling law of this library, step by step: a race of groups, then a race inside the winner.
 
@@ -168,6 +173,7 @@ def _rows(logits, key):
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"logits must be [*batch, vocab] with at least one token; got shape {list(x.shape)}: "
                          "put the vocabulary on the last axis.")  # fmt: skip
+    check_rows(x, key, None, (), way_out="one key per row, sharded like logits")
     batch = x.shape[:-1]
     return x.reshape(-1, x.shape[-1]).astype(jnp.float32), row_keys(key, batch), batch
 

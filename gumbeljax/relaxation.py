@@ -7,6 +7,7 @@ import numpy as np
 from gumbeljax import _checks
 from gumbeljax._call import plain_broadcasting
 from gumbeljax._keys import row_keys
+from gumbeljax._mesh import check_rows
 from gumbeljax._typing import Array, ArrayLike, Key
 from pallas_kernels import noise
 
@@ -74,7 +75,8 @@ def gumbel_softmax(
     if logits.shape[axis] == 0:
         raise ValueError(f"logits must have at least one choice along axis {axis}; got shape {list(logits.shape)}: pass some.")
     x = jnp.moveaxis(logits, axis, -1)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    check_rows(x, key, None, (), way_out="one key per row, sharded like logits")
     z = x.astype(wide) + _token_noise(key, x.shape).astype(wide)
 
     tau = jnp.where((tau > 0) & (tau < jnp.inf), jnp.clip(tau, _COLDEST, _HOTTEST), jnp.nan).astype(wide)

@@ -96,7 +96,8 @@ def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mo
     if config.axis_name and method != "grouped":
         raise NotImplementedError(f"axis_name is for method='grouped'; got method={method!r}: leave method out, or call "
                                   "gumbeljax.sample_sharded on a mesh of auto axes, which XLA partitions.")
-    _mesh.check_rows(operands.h, key, row_offset, config.axis_name)
+    _mesh.check_rows(operands.h, key, row_offset, config.axis_name,
+                     None if operands.w is not None else "one key per row, sharded like logits")
     rows = operands.h.shape[0]
     out_shape = batch_shape if num_samples is None else (*batch_shape, num_samples)
     if rows == 0:

@@ -107,8 +107,8 @@ def scores(top, total, gumbel, t):
     """`top + T (log total + G)` as a pair (high, low)."""
     has_mass = total > 0.0
     spread = jnp.where(has_mass, t * (jnp.log(jnp.where(has_mass, total, 1.0)) + gumbel), 0.0)
-    high, low = two_sum(top, spread)
-    return high, jnp.where(top == -jnp.inf, 0.0, low)
+    high, low = two_sum(finite_or_zero(top), spread)  # -inf - -inf would be a NaN, if one that nobody reads
+    return jnp.where(top == -jnp.inf, -jnp.inf, high), jnp.where(top == -jnp.inf, 0.0, low)
 
 
 def global_ids(keys, ids):

@@ -38,10 +38,12 @@ def _kernel(
         x = triton.tile_logits(plt, refs["h"], refs["w"], first_id, first_row, vocab=vocab, num_rows=num_rows, tiles=tiles,
                                d_model=law["d_model"], vocab_axis=law["vocab_axis"], precision=law["precision"],
                                interleave=False)
+        *dense, valid = refs["dense"] if law["has_valid"] else (*refs["dense"], None)
         options = Elementwise(**{
             name: triton.tile_option(plt, ref, first_id, first_row, vocab=vocab, num_rows=num_rows, tiles=tiles)
-            for name, ref in zip(law["dense"], refs["dense"], strict=True)})
-        x = processed_logits(model_logits(x, law["scale"], law["soft_cap"], options.weight_scale), options)
+            for name, ref in zip(law["dense"], dense, strict=True)})
+        exists = None if valid is None else ids < plt.load(valid.at[pl.ds(0, 1)])
+        x = processed_logits(model_logits(x, law["scale"], law["soft_cap"], options.weight_scale), options, exists)
         return dual.log_law(x, ids, side)
 
     log_p, log_q = (log_law(refs, law) for refs, law in zip((target, draft), laws, strict=True))
@@ -70,7 +72,8 @@ def _launch(target: dual.Side, draft: dual.Side, factor, keys, *, plt, wanted, s
 
     laws = [{"d_model": None if side.h is None else side.h.shape[1], "vocab_axis": side.vocab_axis,
              "precision": triton.dot_precision(side.precision), "dense": tuple(side.options.dense()),
-             "scale": side.options.scale, "soft_cap": side.options.soft_cap} for side in sides]
+             "has_valid": side.options.valid is not None, "scale": side.options.scale, "soft_cap": side.options.soft_cap}
+            for side in sides]
     inputs = (*map(arguments_of, sides), factor, list(keys))
     flat = jax.tree.leaves(inputs)
     f32, i32 = jnp.float32, jnp.int32

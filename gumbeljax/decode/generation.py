@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from gumbeljax import kv_cache
-from gumbeljax._checks import is_concrete
+from gumbeljax._call import plain_broadcasting
+from gumbeljax._checks import in_32_bits, is_concrete
 from gumbeljax._typing import ArrayLike, Key
 from gumbeljax.decode.prefilling import prefill
 from gumbeljax.decode.requests import known_vocab, whole_numbers
 from gumbeljax.decode.state import DecodeState, Generation, drawn_tokens, filler, request_keys
-from gumbeljax.decode.steps import Rules, flattened, run_chunk, steps_per_chunk
+from gumbeljax.decode.steps import Rules, check_values, flattened, run_chunk, steps_per_chunk
 from gumbeljax.decode.stops import find_stop, stop_strings
 from gumbeljax.sampling import sample
 
@@ -33,6 +34,7 @@ def check_sampling(sampling: Mapping[str, Any]) -> None:
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="pad_token")
+@plain_broadcasting()
 def _cut(state: DecodeState, is_cut, lengths, *, pad_token) -> DecodeState:
     """End the rows where ``is_cut`` after ``lengths`` tokens."""
     lengths = jnp.where(is_cut, lengths, state.lengths)
@@ -66,6 +68,7 @@ class _Stops:
         return kept, is_stopped
 
 
+@plain_broadcasting()
 def resume(
     decode_fn: Callable,
     params: Any,
@@ -95,6 +98,7 @@ def resume(
     if (stop := stop_strings(stop)) and text_fn is None:
         raise ValueError(f"stop must go with text_fn, got {list(stop)} alone; pass text_fn=tokenizer.decode.")
     check_sampling(sampling)
+    sampling = jax.tree.map(in_32_bits, sampling)
     batch, max_length = state.tokens.shape
     start = np.array(state.lengths)
     room, least = whole_numbers(max_new_tokens, "max_new_tokens"), whole_numbers(min_new_tokens, "min_new_tokens")
@@ -114,6 +118,7 @@ def resume(
     min_lengths = state.prompt_lengths + jnp.asarray(least) if least.any() else None
     ends = whole_numbers(eos_tokens, "eos_tokens") if is_concrete(eos_tokens) or eos_tokens is None else eos_tokens
     rules = Rules(jnp.asarray(start + room, jnp.int32), min_lengths, jnp.asarray(ends, jnp.int32))
+    check_values(state, w, keys, rules, sampling, sample_fn, options_fn)
     stops = _Stops(state, stop, text_fn) if stop and text_fn is not None else None
     num_steps = steps_per_chunk(most, chunk_size)
     step = partial(

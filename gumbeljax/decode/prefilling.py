@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gumbeljax import kv_cache
+from gumbeljax._call import plain_broadcasting
 from gumbeljax._checks import is_concrete
 from gumbeljax._typing import ArrayLike
 from gumbeljax.decode.requests import check_ids, whole_numbers
@@ -17,6 +18,7 @@ from gumbeljax.kv_cache import ContiguousCache, PagedCache
 
 
 @partial(jax.jit, static_argnums=0, donate_argnames="cache")
+@plain_broadcasting()
 def extend(decode_fn, params, cache, tokens, starts, counts, rows=None):
     """Run ``counts [n]`` more tokens of rows that hold ``starts [n]`` of them; ``tokens int32[n, width]``, then pads.
 
@@ -43,6 +45,7 @@ def extend(decode_fn, params, cache, tokens, starts, counts, rows=None):
 
 
 @partial(jax.jit, static_argnames=("max_length", "pad_token"))
+@plain_broadcasting()
 def _start(prompts, lengths, *, max_length, pad_token):
     batch, width = prompts.shape
     tokens = jnp.full((batch, max_length), pad_token, jnp.int32)
@@ -87,6 +90,7 @@ def common_prefix(prompts: np.ndarray, lengths: np.ndarray) -> int:
     return int(differs[0]) if differs.size else width
 
 
+@plain_broadcasting()
 def prefill(
     decode_fn: Callable,
     params: Any,

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from gumbeljax import kv_cache
+from gumbeljax._call import plain_broadcasting
 from gumbeljax.decode.prefilling import extend
 from gumbeljax.decode.state import DecodeState
 from gumbeljax.kv_cache import PagedCache
 
 
+@plain_broadcasting()
 def empty_state(decode_fn, params, cache: PagedCache, pad_token: int) -> DecodeState:
     """No request in any row."""
     batch, max_blocks = cache.pages.block_tables.shape
@@ -27,6 +29,7 @@ def empty_state(decode_fn, params, cache: PagedCache, pad_token: int) -> DecodeS
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="pad_token")
+@plain_broadcasting()
 def seat(state: DecodeState, ancestors, num_shared, is_new, *, pad_token) -> DecodeState:
     """Give the rows that are new the first ``num_shared [batch]`` tokens of their ancestors, and share their pages."""
     lengths = jnp.where(is_new, num_shared, state.lengths)
@@ -42,6 +45,7 @@ def seat(state: DecodeState, ancestors, num_shared, is_new, *, pad_token) -> Dec
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
+@plain_broadcasting()
 def prefill_rows(decode_fn, params, state: DecodeState, rows, tokens, starts, counts) -> DecodeState:
     """Run the next ``counts [n]`` prompt tokens ``tokens [n, width]`` of ``rows [n]``, of which -1 are none."""
     last, cache = extend(decode_fn, params, state.cache, tokens, starts, counts, rows)
@@ -60,6 +64,7 @@ def prefill_rows(decode_fn, params, state: DecodeState, rows, tokens, starts, co
 
 
 @partial(jax.jit, donate_argnums=0)
+@plain_broadcasting()
 def vacate(state: DecodeState, is_vacated) -> DecodeState:
     """Take the pages of rows."""
     return state._replace(cache=kv_cache.release(state.cache, is_vacated))

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from gumbeljax import kv_cache
+from gumbeljax._checks import in_32_bits
 from gumbeljax.decode.admission import House, Plan, best_source, num_blocks, plan_round
 from gumbeljax.decode.generation import check_sampling
 from gumbeljax.decode.requests import Output, Request, checked, end_reason, known_vocab
 from gumbeljax.decode.seating import empty_state, prefill_rows, seat, vacate
-from gumbeljax.decode.state import DecodeState, drawn_tokens
-from gumbeljax.decode.steps import Rules, flattened, run_chunk
+from gumbeljax.decode.state import DecodeState, drawn_tokens, request_keys
+from gumbeljax.decode.steps import Rules, check_values, flattened, run_chunk
 from gumbeljax.decode.stops import find_stop
 from gumbeljax.kv_cache import PagedCache
 from gumbeljax.sampling import sample
@@ -41,8 +42,10 @@ def _rounded(number: int, least: int, factor: int, most: int) -> int:
 class _Rows:
     """Host side of ``serve``: which request sits where, what it may draw, how many pages are left."""
 
-    def __init__(self, decode_fn, params, w, cache: PagedCache, sampling: Mapping[str, Any], pad_token: int, vocab: int | None):
-        self.decode_fn, self.params, self.w, self.pad_token, self.vocab = decode_fn, params, w, pad_token, vocab
+    def __init__(self, decode_fn, params, w, cache: PagedCache, sampling: Mapping[str, Any], pad_token: int, *, sample_fn,
+                 options_fn):  # fmt: skip
+        self.decode_fn, self.params, self.w, self.pad_token = decode_fn, params, w, pad_token
+        self.sample_fn, self.options_fn, self.vocab = sample_fn, options_fn, known_vocab(w, sample_fn)
         self.flattened = flattened(decode_fn, params)
         self.state = empty_state(decode_fn, params, cache, pad_token)
         self.batch, self.max_length = self.state.tokens.shape
@@ -53,8 +56,16 @@ class _Rows:
         self.keys = np.zeros((self.batch, 2), np.uint32)
         self.limits, self.min_lengths = np.zeros(self.batch, np.int32), np.zeros(self.batch, np.int32)
         self.eos_tokens = np.full((self.batch, 4), NO_TOKEN, np.int32)
-        self.defaults = {name: np.asarray(value) for name, value in sampling.items()}
-        self.sampling = {name: np.stack([value] * self.batch) for name, value in self.defaults.items()}
+        self.defaults = {name: in_32_bits(np.asarray(value)) for name, value in sampling.items()}
+        self.sampling = self.of_all_rows(self.defaults)
+        self.check_values(self.sampling)
+
+    def of_all_rows(self, sampling: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {name: np.stack([value] * self.batch) for name, value in sampling.items()}
+
+    def check_values(self, sampling: Mapping[str, np.ndarray]) -> None:
+        keys, rules = request_keys(jax.random.key(0), self.batch), Rules(self.limits, None, self.eos_tokens)
+        check_values(self.state, self.w, keys, rules, sampling, self.sample_fn, self.options_fn)
 
     def checked(self, index: int, request: Request, text_fn: Callable | None) -> Request:
         request = checked(request, index, self.vocab)
@@ -83,6 +94,13 @@ class _Rows:
                     f"{name} of request {index} must have the shape of its default, {self.defaults[name].shape}, got {shape}; "
                     "pad it."
                 )
+        if request.sampling:
+            own = {name: in_32_bits(np.asarray(value)) for name, value in request.sampling.items()}
+            request = request._replace(sampling=own)
+            try:
+                self.check_values(self.of_all_rows(self.defaults | own))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"sampling of request {index}: {error}") from None
         return request
 
     def house(self) -> House:
@@ -158,7 +176,7 @@ class _Rows:
                 tokens[i, : part.size], counts[i], starts[i] = part, part.size, plan.num_shared + min(start, rest.size)
             self.state = prefill_rows(self.decode_fn, self.params, self.state, rows, tokens, starts, counts)
 
-    def step(self, *, num_steps: int, sample_fn: Callable, options_fn: Callable | None) -> tuple[Any, np.ndarray]:
+    def step(self, num_steps: int) -> tuple[Any, np.ndarray]:
         """One chunk: what was drawn, and how many of it in each row."""
         is_short = any(
             seated is not None and text.size < least
@@ -169,7 +187,7 @@ class _Rows:
         rules = Rules(self.limits, self.min_lengths if is_short else None, self.eos_tokens)
         self.state, chunk = run_chunk(
             *self.flattened, self.w, self.state, keys, rules, self.sampling, num_steps=num_steps,
-            pad_token=self.pad_token, sample_fn=sample_fn, options_fn=options_fn, frees_pages=False,
+            pad_token=self.pad_token, sample_fn=self.sample_fn, options_fn=self.options_fn, frees_pages=False,
             copies_shared=False,  # rows share full pages alone
         )  # fmt: skip
         draws, counts, has_overflowed, num_free = jax.device_get(
@@ -256,14 +274,11 @@ def serve(
                 f"{name} must be a number or an array, since every row of serve has its own, got {type(value).__name__}; "
                 f"pass sample_fn=functools.partial(gumbeljax.sample, {name}=...)."
             )
-    rows = _Rows(decode_fn, params, w, cache, sampling, pad_token, known_vocab(w, sample_fn))
-    return _serve(
-        rows, enumerate(requests), text_fn, shares_prefix, prefill_size,
-        num_steps=chunk_size, sample_fn=sample_fn, options_fn=options_fn,
-    )  # fmt: skip
+    rows = _Rows(decode_fn, params, w, cache, sampling, pad_token, sample_fn=sample_fn, options_fn=options_fn)
+    return _serve(rows, enumerate(requests), text_fn, shares_prefix, prefill_size, chunk_size)
 
 
-def _serve(rows: _Rows, requests, text_fn, shares_prefix, prefill_size, **options) -> Iterator[Output]:
+def _serve(rows: _Rows, requests, text_fn, shares_prefix, prefill_size, num_steps) -> Iterator[Output]:
     waiting: deque[tuple[int, Request]] = deque()
     while True:
         while True:
@@ -273,7 +288,7 @@ def _serve(rows: _Rows, requests, text_fn, shares_prefix, prefill_size, **option
                 break
         if not any(rows.seats):
             return
-        draws, counts = rows.step(**options)
+        draws, counts = rows.step(num_steps)
         for row, seated in enumerate(rows.seats):
             if seated is not None:
                 yield rows.answer(row, draws, counts[row], text_fn)

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from gumbeljax import _checks, kv_cache
+from gumbeljax._call import plain_broadcasting
 from gumbeljax._typing import Key
+from gumbeljax.decode.requests import known_vocab
 from gumbeljax.decode.state import DecodeState, drawn_tokens, filler, request_keys
 from gumbeljax.processing import Processors, TokenCounts, occurrences
 from gumbeljax.sampling import sample
@@ -70,19 +72,33 @@ def _options(state: DecodeState, rules: Rules, sampling, counts: TokenCounts | N
         options["counts"] = _counts(state, _vocab(w, sample_fn)) if counts is None else counts
     rare = {name: options.pop(name) for name in Processors._fields if name in options}
     if rules.min_lengths is not None:
-        rare |= {"end_tokens": rules.eos_tokens, "min_new_tokens": rules.min_lengths, "num_new_tokens": state.lengths}
+        ends = jnp.maximum(rules.eos_tokens, -1)  # an eager call would refuse the -2 that pads them
+        rare |= {"end_tokens": ends, "min_new_tokens": rules.min_lengths, "num_new_tokens": state.lengths}
     processors = (options.get("processors") or Processors())._replace(**rare)
     if any(value is not None for value in processors):
         options["processors"] = processors
     return options
 
 
+def _draw(state: DecodeState, w, keys, rules: Rules, sampling, counts: TokenCounts | None, sample_fn, options_fn):
+    sampling = sampling if options_fn is None else {**sampling, **options_fn(state)}
+    options = _options(state, rules, sampling, counts, w, sample_fn)
+    return sample_fn(state.h, w, jax.vmap(jax.random.fold_in)(keys, state.lengths), **options)
+
+
+@plain_broadcasting()
+def check_values(state: DecodeState, w, keys, rules: Rules, sampling, sample_fn, options_fn) -> None:
+    """The loop traces options, so bad values that are known get their sentence here. A ``sample_fn`` of the user's is left
+    alone."""
+    if sampling and known_vocab(w, sample_fn) is not None:
+        draw = partial(_draw, sampling=sampling, counts=None, sample_fn=sample_fn, options_fn=options_fn)
+        jax.eval_shape(draw, state, w, keys, rules)
+
+
 def _step(decode_fn, params, w, carry, keys, rules: Rules, sampling, *, pad_token, sample_fn, options_fn):
     state, counts = carry
     is_active = ~state.is_finished & (state.lengths < rules.limits)
-    sampling = sampling if options_fn is None else {**sampling, **options_fn(state)}
-    options = _options(state, rules, sampling, counts, w, sample_fn)
-    draws = sample_fn(state.h, w, jax.vmap(jax.random.fold_in)(keys, state.lengths), **options)
+    draws = _draw(state, w, keys, rules, sampling, counts, sample_fn, options_fn)
     drawn = drawn_tokens(draws)
     rows = jnp.arange(drawn.shape[0])
     # A row at rest runs past the end, where nothing is written: its cache stays as it is, to the last bit.
@@ -109,6 +125,7 @@ def _step(decode_fn, params, w, carry, keys, rules: Rules, sampling, *, pad_toke
     return (state, counts), jax.tree.map(masked, draws)
 
 
+@plain_broadcasting()
 def decode_steps(
     decode_fn: Callable,
     params: Any,
@@ -181,6 +198,7 @@ def flattened(decode_fn: Callable, params: Any) -> tuple[Callable, list]:
     static_argnames=("num_steps", "pad_token", "sample_fn", "options_fn", "frees_pages", "copies_shared"),
     donate_argnames="state",
 )
+@plain_broadcasting()
 def run_chunk(
     decode_fn, params, w, state, keys, rules: Rules, sampling, *,
     num_steps, pad_token, sample_fn, options_fn, frees_pages, copies_shared,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from gumbeljax import _checks, _compat, _implementation
+from gumbeljax._call import plain_broadcasting
 from gumbeljax.kv_cache.slots import Slots
 from pallas_kernels import triton_attention
 
@@ -79,6 +80,7 @@ def why_not(q: jax.Array, keys: jax.Array) -> str | None:
     return triton_attention.why_not(q, keys)
 
 
+@plain_broadcasting()
 def attend(
     q: jax.Array,
     keys: jax.Array,

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gumbeljax import _checks
+from gumbeljax._call import plain_broadcasting
 from gumbeljax.kv_cache import pages as tables
 from gumbeljax.kv_cache.contiguous import zeros
 from gumbeljax.kv_cache.pages import Pages
@@ -81,16 +82,17 @@ def init_paged(
 
 def _of_rows(cache: PagedCache, x, name: str, kind: Any = jnp.integer) -> jax.Array:
     """Checked ``[batch]``, one number for each row; one alone is that of all."""
-    x, batch = _checks.as_array(x, name), cache.pages.lengths.shape[0]
+    x, batch = _checks.as_array(_checks.in_32_bits(x), name), cache.pages.lengths.shape[0]
     if not jnp.issubdtype(x.dtype, kind):
         wanted = "boolean" if kind is jnp.bool_ else "integers"
         raise TypeError(f"{name} must be {wanted}; got dtype {x.dtype}: cast it.")
     if x.shape not in ((), (batch,)):
         raise ValueError(f"{name} must have one number for each of the {batch} rows; got shape {list(x.shape)}: select_rows "
                          "gives a part of them.")  # fmt: skip
-    return jnp.broadcast_to(x, (batch,))
+    return jnp.broadcast_to(x if kind is jnp.bool_ else _checks.as_ids(x), (batch,))
 
 
+@plain_broadcasting()
 def append(cache: PagedCache, counts: jax.Array, *, copies_shared: bool = True) -> PagedCache:
     """Make room for ``counts int32[batch]`` more tokens per row, in row order.
 
@@ -111,11 +113,13 @@ def append(cache: PagedCache, counts: jax.Array, *, copies_shared: bool = True) 
     return PagedCache(tuple(map(copied, cache.keys)), tuple(map(copied, cache.values)), pages)
 
 
+@plain_broadcasting()
 def truncate(cache: PagedCache, lengths: jax.Array) -> PagedCache:
     """Cut each row to at most ``lengths int32[batch]`` tokens; pages that nobody uses any more are free again."""
     return cache._replace(pages=tables.truncate(cache.pages, _of_rows(cache, lengths, "lengths"), cache.page_size))
 
 
+@plain_broadcasting()
 def fork(cache: PagedCache, ancestors: jax.Array) -> PagedCache:
     """Row ``i`` becomes row ``ancestors[i]``, ``int32[batch]``; -1 makes it empty.
 
@@ -125,18 +129,21 @@ def fork(cache: PagedCache, ancestors: jax.Array) -> PagedCache:
     return cache._replace(pages=tables.fork(cache.pages, _of_rows(cache, ancestors, "ancestors")))
 
 
+@plain_broadcasting()
 def release(cache: PagedCache, is_released: jax.Array) -> PagedCache:
     """Empty the rows where ``is_released bool[batch]`` and take their overflow flag away; releasing twice does nothing."""
     return cache._replace(pages=tables.release(cache.pages, _of_rows(cache, is_released, "is_released", jnp.bool_)))
 
 
+@plain_broadcasting()
 def select_rows(cache: PagedCache, rows: jax.Array) -> PagedCache:
     """The same pool seen by the rows ``int32[n]`` alone, for a forward pass over a part of the batch; -1: an empty row.
 
     Its tables are for ``locate`` only: after the pass give the pool back with ``put_back``.
     """
-    pages, is_row = cache.pages, rows >= 0
-    safe = jnp.maximum(rows, 0)
+    pages, rows = cache.pages, _checks.as_ids(_checks.listed(rows))
+    is_row = (rows >= 0) & (rows < pages.lengths.shape[0])  # as in `fork`: any other is an empty row
+    safe = jnp.where(is_row, rows, 0)
     return cache._replace(
         pages=pages._replace(
             block_tables=jnp.where(is_row[:, None], pages.block_tables[safe], -1),

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gumbeljax._call import plain_broadcasting
 from gumbeljax.kv_cache.contiguous import ContiguousCache
 from gumbeljax.kv_cache.paged import PagedCache
 
@@ -19,6 +20,7 @@ class Slots(NamedTuple):
     lengths: jax.Array | None  # int32[batch]: slots from here on do not exist
 
 
+@plain_broadcasting()
 def locate(cache: ContiguousCache | PagedCache, positions: jax.Array) -> Slots:
     """Find the slots of the tokens at ``positions int32[batch, seq]``.
 

@@ -23,6 +23,7 @@ import numpy as np
 from gumbeljax import _checks
 from gumbeljax._call import plain_broadcasting
 from gumbeljax._keys import as_threefry, row_keys, typed_key, wrong_shape
+from gumbeljax._mesh import check_rows
 from gumbeljax._typing import Array, ArrayLike, Key
 from gumbeljax.smc.ess import ess, log_mean_weight, log_weights_and_mask
 from gumbeljax.smc.resampling import multinomial, systematic
@@ -123,7 +124,7 @@ def step(state: State, key: Key, *, propose_fn: Callable, log_weight_fn: Callabl
     >>> bool(info.resampled), bool(abs(log_evidence(state) - jnp.log(3 ** -0.5)) < 0.2)
     (False, True)
     """
-    keys = _group_keys(key, state.log_z.shape)
+    keys = _group_keys(key, state.log_weights)
     state, info = resample(state, keys, resample_fn=resample_fn, threshold=threshold)
     particles, aux = propose_fn(state.particles, _particle_keys(keys, state.log_weights.shape))
     change = _per_particle(log_weight_fn(particles, aux), state.log_weights.shape, "log_weight_fn")
@@ -152,7 +153,7 @@ def resample(state: State, key: Key, *, resample_fn: Callable = systematic, thre
     >>> state.particles.tolist(), state.log_weights.tolist(), round(float(jnp.exp(state.log_z)), 4)
     ([20, 20, 20], [0.0, 0.0, 0.0], 0.3333)
     """
-    keys = _group_keys(key, state.log_z.shape)
+    keys = _group_keys(key, state.log_weights)
     shape, n = state.log_weights.shape, state.log_weights.shape[-1]
     size = ess(state.log_weights, mask=state.mask)
     num_alive = jnp.sum(state.mask, axis=-1)
@@ -176,9 +177,10 @@ def gather(particles: Any, ancestors: Array) -> Any:
     >>> gather((jnp.array([[1, 2], [3, 4]]), 5), jnp.array([[1, 1], [0, 1]]))[0].tolist()
     [[2, 2], [3, 4]]
     """
+    ancestors = jnp.asarray(ancestors)
     groups = ancestors.shape[:-1]
     where = [jnp.arange(size).reshape(-1, *[1] * (len(groups) - axis)) for axis, size in enumerate(groups)]
-    return jax.tree.map(lambda x: x[(*where, ancestors)] if jnp.ndim(x) else x, particles)
+    return jax.tree.map(lambda x: jnp.asarray(x)[(*where, ancestors)] if jnp.ndim(x) else x, particles)
 
 
 @plain_broadcasting()
@@ -201,12 +203,13 @@ def choose(state: State, key: Key) -> Array:
     >>> choose(init(jnp.zeros(3), jnp.array([-jnp.inf, 0.0, -jnp.inf])), jax.random.key(0))
     Array(1, dtype=int32)
     """
-    return multinomial(state.log_weights, _group_keys(key, state.log_z.shape), num_samples=1, mask=state.mask)[..., 0]
+    return multinomial(state.log_weights, _group_keys(key, state.log_weights), num_samples=1, mask=state.mask)[..., 0]
 
 
-def _group_keys(key: Key, groups: tuple[int, ...]) -> Array:
+def _group_keys(key: Key, log_weights: Array) -> Array:
     """Keys `[*groups]`: as given, or `fold_in(key, i)`."""
-    key = as_threefry(typed_key(key))
+    key, groups = as_threefry(typed_key(key)), log_weights.shape[:-1]
+    check_rows(log_weights, key, None, (), way_out="one key per group, sharded like log_weights")
     if key.shape == groups:
         return key
     if key.shape != ():

@@ -32,6 +32,7 @@ import numpy as np
 
 from gumbeljax._call import plain_broadcasting
 from gumbeljax._keys import row_keys
+from gumbeljax._mesh import check_rows
 from gumbeljax._typing import Array, ArrayLike, Key
 from gumbeljax.smc.ess import log_weights_and_mask, scaled_weights
 from pallas_kernels import noise
@@ -243,6 +244,7 @@ def _resample(scheme, log_weights, key, num_samples, mask) -> Array:
     if max(n, m) > MAX_COUNT:
         raise ValueError(f"log_weights and num_samples must count at most 2^27 particles; got {max(n, m)}: "
                          "resample in several groups.")
+    check_rows(x, key, None, (), way_out="one key per group, sharded like log_weights")
     key0, key1 = row_keys(key, batch_shape)
     return _groups(scheme, x.reshape(-1, n), key0, key1, m).reshape(*batch_shape, m)
 

@@ -10,7 +10,7 @@ and the bonus, drawn from :math:`r = \mathrm{softmax}(\alpha l / T)`, the same w
 
 .. math:: \alpha \log p_T(b) - \log r(b) = \mathrm{LSE}(\alpha l / T) - \alpha\, \mathrm{LSE}(l / T) .
 
-Everything is elementwise over any leading axes, so particles, groups and their own alpha or temperature just broadcast.
+Everything is elementwise over any leading axes: particles, groups, with an alpha or temperature of their own.
 
 Source: "Sequential Monte Carlo speculative decoding", arXiv 2604.15672.
 """
@@ -52,10 +52,16 @@ def cut_tokens(tokens: ArrayLike, is_done: ArrayLike, remaining: ArrayLike, *, e
     ([[True, True, False], [True, True, False], [False, False, False]], [True, True, True])
     """
     tokens, is_done = _checks.as_array(tokens, "tokens"), _checks.as_array(is_done, "is_done")
-    remaining = jnp.broadcast_to(_checks.as_array(remaining, "remaining"), is_done.shape)
+    if is_done.dtype != jnp.bool_:
+        raise TypeError(f"is_done must be boolean, True for sequences that are over; got {is_done.dtype}: write is_done != 0.")
     if tokens.ndim == 0 or tokens.shape[:-1] != is_done.shape:
         raise ValueError(f"tokens must be [*batch, k] for is_done [*batch]; got {list(tokens.shape)} and "
                          f"{list(is_done.shape)}: give every sequence its tokens.")
+    remaining = _checks.listed(remaining)
+    if not _checks.is_integral(remaining) or remaining.shape not in ((), is_done.shape):
+        raise ValueError(f"remaining must be integers, one or {list(is_done.shape)}; got {remaining.dtype}"
+                         f"{list(remaining.shape)}: give every sequence its cap.")
+    remaining = jnp.broadcast_to(_checks.as_ids(remaining), is_done.shape)
     is_end = jnp.zeros(tokens.shape, bool) if eos is None else jnp.isin(tokens, jnp.asarray(eos))
     ended_before = jnp.cumsum(is_end, axis=-1) - is_end > 0
     in_time = jnp.arange(tokens.shape[-1]) < remaining[..., None]
@@ -77,7 +83,7 @@ def log_weight(target_log_probs: ArrayLike, proposal_log_probs: ArrayLike, *, al
       target_log_probs: f32 `[*batch, k]`, of the tokens under the target at its temperature.
       proposal_log_probs: f32 `[*batch, k]`, under the law that each token was drawn from.
       alpha: number or `[*batch]`, positive.
-      kept: bool `[*batch, k]`, of `cut_tokens`; what is not kept is not read.
+      kept: bool `[*batch, k]`, of `cut_tokens`, or `[k]`, those of all; what is not kept is not read.
 
     Returns:
       f32 `[*batch]`; -inf when the target forbids a kept token.
@@ -90,9 +96,17 @@ def log_weight(target_log_probs: ArrayLike, proposal_log_probs: ArrayLike, *, al
     if p.shape != q.shape or p.ndim == 0:
         raise ValueError(f"proposal_log_probs must have the shape of target_log_probs {list(p.shape)}, [*batch, k]; got "
                          f"{list(q.shape)}: score the same tokens under both.")
-    alpha = jnp.asarray(alpha, jnp.float32)[..., None]
+    alpha = _checks.as_array(alpha, "alpha")
+    if alpha.shape not in ((), p.shape[:-1]):
+        raise ValueError(f"alpha must be one number or {list(p.shape[:-1])}, one for each sequence; got {list(alpha.shape)}: "
+                         "repeat it for its particles.")
+    alpha = alpha.astype(jnp.float32)[..., None]
     each = jnp.where(p == -jnp.inf, -jnp.inf, alpha * p.astype(jnp.float32) - q.astype(jnp.float32))
     if kept is not None:
+        kept = _checks.as_array(kept, "kept")
+        if kept.dtype != jnp.bool_ or kept.shape not in (p.shape, p.shape[-1:]):
+            raise ValueError(f"kept must be boolean {list(p.shape)}, as target_log_probs, or {list(p.shape[-1:])}; got "
+                             f"{kept.dtype}{list(kept.shape)}: pass Cut.kept of cut_tokens.")
         each = jnp.where(kept, each, 0.0)
     return jnp.sum(each, axis=-1)
 

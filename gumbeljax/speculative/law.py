@@ -64,11 +64,11 @@ def spread(x, name: str, shape: tuple[int, ...]):
     tail = AXES.get(name, 0)
     if hasattr(x, "_replace"):  # processors, and the counts in them
         return x._replace(**{field: spread(value, field, shape) for field, value in x._asdict().items()})
-    if x is None or isinstance(x, dict | str) or np.ndim(x) != len(shape) - 1 + tail or len(shape) == 1:
+    if x is None or isinstance(x, dict | str) or len(shape) == 1:
         return x
-    x = x if hasattr(x, "dtype") else np.asarray(x)
-    if x.shape[: len(shape) - 1] != shape[:-1]:
-        return x
+    given, x = x, _checks.listed(x)
+    if x.ndim != len(shape) - 1 + tail or x.shape[: len(shape) - 1] != shape[:-1]:
+        return given
     xp = np if isinstance(x, np.ndarray) else jnp  # numpy keeps 64 bits and concrete values for the checks
     x = xp.expand_dims(x, len(shape) - 1)
     return xp.broadcast_to(x, (*shape, *x.shape[len(shape):]))
@@ -112,11 +112,11 @@ def position_counts(counts: TokenCounts, draft_tokens: ArrayLike) -> TokenCounts
     """
     if not isinstance(counts, TokenCounts):
         raise TypeError(f"counts must be a gumbeljax.TokenCounts; got {type(counts).__name__}: make them with count_tokens.")
-    tokens, vocab = _checks.as_array(draft_tokens, "draft_tokens"), counts.output.shape[-1]
-    if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim == 0 or tokens.shape[:-1] != counts.output.shape[:-1]:
+    tokens, vocab = _checks.listed(draft_tokens), counts.output.shape[-1]
+    if not _checks.is_integral(tokens) or tokens.ndim == 0 or tokens.shape[:-1] != counts.output.shape[:-1]:
         raise ValueError(f"draft_tokens must be integers {[*counts.output.shape[:-1], 'draft_len']}, as counts; "
                          f"got {tokens.dtype}{list(tokens.shape)}: give every request its draft.")
-    each = jax.nn.one_hot(tokens, vocab, dtype=jnp.int32)
+    each = jax.nn.one_hot(_checks.as_ids(tokens), vocab, dtype=jnp.int32)
     before = jnp.pad(jnp.cumsum(each, axis=-2), [(0, 0)] * (tokens.ndim - 1) + [(1, 0), (0, 0)])
     in_prompt = jnp.broadcast_to(counts.in_prompt[..., None, :], before.shape)
     return TokenCounts(in_prompt, counts.output[..., None, :] + before)
@@ -169,7 +169,7 @@ def position_keys(key: Key, start: ArrayLike, count: int) -> Array:
     (3, 5)
     """
     key, count = as_threefry(typed_key(key)), _checks.count(count, "count")
-    start = _checks.as_array(start, "start")
+    start = _checks.as_array(_checks.in_32_bits(start), "start")
     if start.shape not in ((), key.shape) or not jnp.issubdtype(start.dtype, jnp.integer):
         raise ValueError(f"start must be integers, one or one for each of the keys {list(key.shape)}; got {start.dtype}"
                          f"{list(start.shape)}: give every request its position.")

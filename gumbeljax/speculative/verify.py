@@ -89,7 +89,7 @@ def _run(target: Law, draft: Law | None, draft_tokens, key: Key, draft_lens, cha
             q, q_config = None, None
     (p, p_config), (q, q_config) = cut.agree((p, p_config), (q, q_config))
     cut.check_shared(p_config.axis_name, draft_tokens=drafts.tokens, draft_lens=drafts.lens)
-    check_rows(p.h, key, None, p_config.axis_name, way_out="one key per position")
+    check_rows(p.h, key, None, p_config.axis_name, way_out="one key per position, sharded like h")
     positions = (*drafts.batch_shape, shape[-1])
     keys = tuple(x.reshape(-1, shape[-1]) for x in row_keys(key, positions))  # a target has at least one position
     if drafts.tokens.shape[0] == 0:
@@ -224,7 +224,7 @@ def _run_coupled(target: Law, _, draft_tokens, key: Key, draft_lens) -> Verifica
     operands, config, shape = prepare_law(target, "target")
     drafts = check_drafts(draft_tokens, draft_lens, shape, chains=False)
     cut.check_shared(config.axis_name, draft_tokens=drafts.tokens, draft_lens=drafts.lens)
-    check_rows(operands.h, key, None, config.axis_name, way_out="one key per position")
+    check_rows(operands.h, key, None, config.axis_name, way_out="one key per position, sharded like h")
     keys = row_keys(key, shape)
     if operands.h.shape[0] == 0:
         nothing = jnp.zeros(shape, jnp.int32)

@@ -137,6 +137,22 @@ def test_options():
     assert int(one) == int(gumbeljax.sample(h[0], w, keys[0]))
 
 
+@pytest.mark.parametrize("way", ["explicit", "auto"])
+def test_a_list_of_as_many_tokens_as_rows_is_that_of_every_row(way):
+    """`[n]` with n the number of rows: not cut as the rows are. Numbers of NumPy that set shapes stay numbers."""
+    h, w, keys, *_ = one_device(0)
+    ids = np.arange(ROWS) * 61
+    run = functools.partial(meshes.WAYS[way], gumbeljax.sample, meshes.mesh_of((2, 4)), data_axis="data")
+    for processors in (gumbeljax.Processors(allowed_tokens=ids), gumbeljax.Processors(banned_tokens=jnp.arange(ROWS) + 900),
+                       gumbeljax.Processors(bias_tokens=ids, bias_values=jnp.arange(ROWS, dtype=jnp.float32)),
+                       gumbeljax.Processors(end_tokens=ids, min_new_tokens=3, num_new_tokens=np.arange(ROWS)),
+                       gumbeljax.Processors(allowed_tokens=np.stack([ids] * ROWS) + np.arange(ROWS)[:, None])):
+        want = gumbeljax.sample(h, w, keys, processors=processors, temperature=3.0)
+        np.testing.assert_array_equal(run(processors=processors, temperature=3.0)(h, w, keys), want)
+    numbers = {"valid_vocab": np.int64(900), "num_samples": np.int32(2), "scale": np.float32(0.5), "soft_cap": np.float64(4)}
+    np.testing.assert_array_equal(run(**numbers)(h, w, keys), gumbeljax.sample(h, w, keys, **numbers))
+
+
 def put_for(mesh):
     return lambda x, cut: jax.device_put(x, jax.sharding.NamedSharding(mesh, P("tp") if cut else P()))
 

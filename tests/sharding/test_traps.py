@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gumbeljax
-from gumbeljax import _mesh, _shards, sharding
+from gumbeljax import _mesh, _shards, groups, reference, sharding, smc
 from pallas_kernels import race
 from tests import heads, oracles, statistics
 from tests.sharding import meshes
@@ -89,6 +89,60 @@ def test_one_key_for_two_data_shards_is_refused():
         mapped = jax.shard_map(call, mesh=mesh, in_specs=(P("data"), w_spec, P()), out_specs=P("data"), check_vma=check)
         refuses(r"^key must differ between the shards of the rows; got the same one all over .*'data'.*: pass one key per row, "
                 r"sharded like h, or row_offset=jax\.lax\.axis_index\('data'\)", mapped, h, w, third)
+
+
+NOISY = {  # name: (call(x [rows, n], key), what the keys must be sharded like)
+    "sample_logits": (gumbeljax.sample_logits, "logits"),
+    "gumbel_softmax": (lambda x, key: gumbeljax.gumbel_softmax(x, key).argmax(-1), "logits"),
+    "gumbel_max": (reference.gumbel_max, "logits"),
+    "inverse_cdf": (reference.inverse_cdf, "logits"),
+    "summarize": (lambda x, key: groups.summarize(x, key).token, "logits"),
+    "merge_log_mass": (lambda x, key: groups.merge_log_mass(groups.Candidate(jnp.zeros(x.T.shape, int), x.T), key).token,
+                       "the candidates"),
+    "merge_online": (lambda x, key: groups.merge_online(*(groups.Candidate(jnp.int32(i), x[:, i]) for i in (0, 1)), key).token,
+                     "the candidates"),
+    "systematic": (smc.systematic, "log_weights"),
+    "multinomial": (smc.multinomial, "log_weights"),
+    "choose": (lambda x, key: smc.choose(smc.init((), x), key), "log_weights"),
+    "step": (lambda x, key: smc.step(
+        smc.init(x, x), key, threshold=0.0, log_weight_fn=lambda x, _: x,
+        propose_fn=lambda x, keys: (jax.vmap(jax.vmap(jax.random.normal))(keys), None))[0].particles, "log_weights"),
+}
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_one_key_for_shards_of_anything_that_draws(name):
+    """Refused as in `sample`, where types say what varies and where they do not; keys per row give the draws of one device."""
+    call, like = NOISY[name]
+    x, keys = jnp.zeros((ROWS, 32)) + jnp.arange(32) / 8, jax.random.split(jax.random.key(0), ROWS)
+    mesh = meshes.mesh_of((4,), ("data",))
+    for third, check in [(keys[0], True), (keys[0], False), (keys[:ROWS // 4], True)]:
+        mapped = jax.shard_map(call, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=check)
+        refuses(rf"^key must differ between the shards of the rows; .* 'data': pass one key per \w+, sharded like {like}\.",
+                mapped, x, third)
+    for check in (True, False):
+        mapped = jax.shard_map(call, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"), check_vma=check)
+        np.testing.assert_array_equal(jax.jit(mapped)(x, keys), call(x, keys))
+    same = jax.shard_map(call, mesh=mesh, in_specs=(P(), P()), out_specs=P())  # nothing is cut: one key will do
+    np.testing.assert_array_equal(jax.jit(same)(x, keys[0]), call(x, keys[0]))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_parts_of_a_vocabulary_share_a_key(check):
+    """`summarize` with a first_id that varies is of the same rows; without groups a key may be the shard's own."""
+    x, key = jax.random.normal(jax.random.key(1), (ROWS, 64)), jax.random.key(0)
+    mesh = meshes.mesh_of((4,), ("tp",))
+
+    def part(x, key):
+        return jax.tree.map(lambda leaf: leaf[None], groups.summarize(x, key, first_id=jax.lax.axis_index("tp") * 16))
+
+    parts = jax.shard_map(part, mesh=mesh, in_specs=(P(None, "tp"), P()), out_specs=P("tp"), check_vma=check)(x, key)
+    whole = functools.reduce(groups.merge, [jax.tree.map(lambda leaf, i=i: leaf[i], parts) for i in range(4)])
+    np.testing.assert_array_equal(whole.token, gumbeljax.sample_logits(x, key))
+    one = jax.shard_map(lambda x, key: smc.systematic(x[0], key[0])[None], mesh=mesh, in_specs=P("tp"), out_specs=P("tp"),
+                        check_vma=check)
+    keys = jax.random.split(key, 4)
+    np.testing.assert_array_equal(one(x[:4], keys), smc.systematic(x[:4], keys))
 
 
 # What is cut, and what must not be

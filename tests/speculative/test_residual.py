@@ -21,6 +21,7 @@ from tests.heads import exact_head
 plt = _compat.pallas_triton()
 needs_triton = pytest.mark.skipif(plt is None, reason="this jax has no Pallas Triton backend")
 VOCAB, ROWS = 329, 5
+GPU = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
 
 
 def side(seed, d_model, vocab_axis, t, **options):
@@ -63,6 +64,29 @@ def test_the_kernel_agrees_with_the_plain_pass(draft):
 
 
 @needs_triton
+@pytest.mark.parametrize("valid", [(200, None), (200, 200), (0, 0), (None, 329)])
+def test_padding_of_a_shard_has_no_mass(valid):
+    """Of a cut vocabulary that is padded, the kernel reads the ids below `valid`, of either law; and it lowers."""
+    sides = []
+    for seed, end in enumerate(valid):
+        x = side(seed, 24, 0, [1.0, 0.7, 0.0, 2.0, 1.0])
+        known = x.normalizer._replace(token=jnp.where(x.normalizer.token < (end or 0), x.normalizer.token, -7))  # elsewhere
+        sides.append(x._replace(normalizer=known, options=Elementwise(valid=None if end is None else jnp.int32(end))))
+    factor, keys = jnp.array([1.0, 0.0, 0.5, 2.0, 1.3]), (jnp.arange(ROWS, dtype=jnp.uint32),) * 2
+    kernel = functools.partial(triton_dual.residual_draw, sample=3, plt=plt, vocab=VOCAB, tiles=TritonTiles(64, 16, 16))
+    want = dual.residual_draw(*sides, factor, keys, sample=3, vocab=VOCAB, block=112)
+    got = kernel(*sides, factor, keys, interpret=True)
+    np.testing.assert_allclose(got[0].total * jnp.exp(got[0].top), want[0].total * jnp.exp(want[0].top), rtol=1e-5, atol=1e-6)
+    has_mass = np.asarray(want[0].top) > -np.inf
+    assert has_mass.any() == (valid[0] != 0) and (np.asarray(want[1])[has_mass] < (valid[0] or VOCAB)).all()
+    np.testing.assert_array_equal(got[1][has_mass], want[1][has_mass])
+    with jax.sharding.use_abstract_mesh(GPU), warnings.catch_warnings():
+        _compat.quiet_triton_deprecation()
+        lowered = jax.jit(lambda *x: kernel(*sides, *x)).trace(factor, keys).lower(lowering_platforms=("cuda",))
+    assert "residual_race" in lowered.as_text()
+
+
+@needs_triton
 @pytest.mark.parametrize("chains, w, kernels", [
     (1, "both", {"search"}), (2, "both", {"search", "mass"}), (1, "target", set()), (1, "one token", {"search"}),
 ])  # fmt: skip
@@ -77,8 +101,7 @@ def test_lowers_for_a_gpu(chains, w, kernels, x64):
         draft = {"both": Law(draft_h, w_q), "target": Law(draft_h @ w_q.T), "one token": None}[w]
         return (verify if chains == 1 else verify_chains)(Law(h, w_p, temperature=0.7), draft, drafted, key)
 
-    mesh = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
-    with jax.enable_x64(x64), jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+    with jax.enable_x64(x64), jax.sharding.use_abstract_mesh(GPU), warnings.catch_warnings():
         _compat.quiet_triton_deprecation()
         text = jax.jit(run).trace(
             shape(*lead, 5, 256), shape(4100, 256), shape(*lead, 4, 128), shape(4100, 128), shape(*lead, 4, dtype=jnp.int32),

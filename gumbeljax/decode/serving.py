@@ -70,7 +70,8 @@ class _Rows:
         if known in self.good_values:
             return
         keys, rules = request_keys(jax.random.key(0), self.batch), Rules(self.limits, None, self.eos_tokens)
-        check_values(self.state, self.w, keys, rules, self.of_all_rows({**self.defaults, **own}), self.sample_fn, self.options_fn)
+        sampling = self.of_all_rows({**self.defaults, **own})
+        check_values(self.state, self.w, keys, rules, sampling, self.sample_fn, self.options_fn)
         self.good_values.add(known)
 
     def checked(self, index: int, request: Request, text_fn: Callable | None) -> Request:

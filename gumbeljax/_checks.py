@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +135,7 @@ def vocabulary(valid_vocab: int | None, vocab: int) -> int:
     return int(valid_vocab)
 
 
-def in_32_bits(x):
+def in_32_bits(x: Any) -> Any:
     """Wide integers of Python and NumPy, at the ends of int32 where they leave it: jax would refuse or wrap them."""
     if isinstance(x, int) and not isinstance(x, bool):
         return min(max(x, -(2**31)), 2**31 - 1)
@@ -269,7 +269,7 @@ def is_integral(x) -> bool:
     return x.dtype != object and jnp.issubdtype(x.dtype, jnp.integer)
 
 
-def as_ids(x) -> Array:
+def as_ids(x: Any) -> Array:
     """Integers as int32: bounds beside narrower ones would wrap around, and wider ones must not wrap into a vocabulary."""
     if x.dtype.itemsize >= 4 and x.dtype != jnp.int32:
         xp = np if isinstance(x, np.ndarray | np.generic) else jnp

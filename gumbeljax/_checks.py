@@ -271,7 +271,7 @@ def is_integral(x) -> bool:
     return x.dtype != object and jnp.issubdtype(x.dtype, jnp.integer)
 
 
-def as_ids(x) -> Array:
+def as_ids(x: Any) -> Array:
     """Integers as int32: bounds beside narrower ones would wrap around, and wider ones must not wrap into a vocabulary."""
     if x.dtype.itemsize >= 4 and x.dtype != jnp.int32:
         xp: Any = np if isinstance(x, np.ndarray | np.generic) else jnp

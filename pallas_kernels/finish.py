@@ -10,7 +10,7 @@ from jax import lax
 from pallas_kernels import noise, race
 from pallas_kernels.logits import Elementwise, inverse_temperature, model_logits, processed_logits, rows_of
 
-GATHER = 2**20  # coordinates of `w` alive at a time, and on a CPU, where XLA writes them down twice:
+GATHER = 2**23  # coordinates of `w` read at a time, by one kernel; on a CPU XLA writes them down twice:
 CPU_GATHER = 2**18
 
 

@@ -272,8 +272,8 @@ def is_integral(x) -> bool:
 def as_ids(x: Any) -> Array:
     """Integers as int32: bounds beside narrower ones would wrap around, and wider ones must not wrap into a vocabulary."""
     if x.dtype.itemsize >= 4 and x.dtype != jnp.int32:
-        xp = np if isinstance(x, np.ndarray | np.generic) else jnp
-        x = xp.clip(x, 0 if x.dtype.kind == "u" else -1, 2**31 - 1)
+        clip: Any = np.clip if isinstance(x, np.ndarray | np.generic) else jnp.clip
+        x = clip(x, 0 if x.dtype.kind == "u" else -1, 2**31 - 1)
     return jnp.asarray(x).astype(jnp.int32)
 
 

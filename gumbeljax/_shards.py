@@ -5,6 +5,8 @@ row and shard: 20 for a token, 36 with its log-probabilities, 12 for a greedy to
 the shards agree on the kept set first (`_cut_filters`); draws without replacement are in `_cut_ranks`.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -85,10 +87,22 @@ def draw(operands: Operands, keys, config: Config, *, num_samples: int | None, l
     return filtered.with_tempered(out, kept_total, tempered_law.top, tempered_law.total, operands.t)
 
 
+def _best(high, low, ids):
+    """The id of `race.best_score`, shard after shard: that and what follows are one kernel, and reductions would be three."""
+    best = high[0], low[0], ids[0]
+    for one in zip(high[1:], low[1:], ids[1:], strict=True):
+        is_lower = (one[1] > best[1]) | ((one[1] == best[1]) & (one[2] < best[2]))
+        is_better = (one[0] > best[0]) | ((one[0] == best[0]) & is_lower)
+        best = tuple(jnp.where(is_better, new, old) for new, old in zip(one, best, strict=True))
+    return best[2]
+
+
 def merge_draws(high, low, token, top, total, tempered=None, model=None, model_top=None, model_total=None, *, t) -> Draw:
     """The draw of the shard with the best score; arguments are stacked along axis 0."""
-    _, _, best = race.best_score(high, low, jnp.where(token < 0, race.NO_ID, token))
-    all_top, all_total = race.mass_of(top, total, t)
+    best = _best(high, low, jnp.where(token < 0, race.NO_ID, token))
+    all_top = functools.reduce(jnp.maximum, top)
+    down = [jnp.exp((x - race.finite_or_zero(all_top)) * inverse_temperature(t)) for x in top]
+    all_total = sum(x * scale for x, scale in zip(total, down, strict=True))
     ok = has_law(all_top, all_total) & (best != race.NO_ID)
 
     def of_all(log_prob, top, total, t):  # log P(token | shard) + log P(shard)

@@ -24,7 +24,7 @@ from jax import lax
 from pallas_kernels import noise, race
 from pallas_kernels.logits import inverse_temperature
 
-LEADING, UNDECIDED = 64, 256  # groups searched instead of the whole row: those with the largest maxima; those left undecided
+LEADING, UNDECIDED = 128, 256  # groups searched instead of the whole row: those with the largest maxima; those left undecided
 HALVINGS = 8  # of the whole row, before the undecided groups are gathered
 WHOLE, FINE = 30, 11  # bits of a mass: a row's whole mass is below 2^30, and the fine word counts 2^-11 of its unit
 ROOM = 1.001  # keeps totals that are powers of two, of flat and of peaked rows, away from where rounding would choose the unit
@@ -71,10 +71,20 @@ def is_kept(keys, ids, kept: Kept):
 
 
 def fixed_point(weight, total) -> Mass:
-    """Weights in [0, 1] that add up to about `total`, float32: scaled by a power of two, so that nothing rounds but the last
-    bit of the fine word, however the compiler fuses it."""
+    """Weights in [0, 1], `[rows, n]`, that add up to about `total`, float32: scaled by a power of two, so that nothing rounds
+    but the last bit of the fine word, however the compiler fuses it."""
+    return in_units(weight, units(total)[:, None])
+
+
+def units(total):
+    """How many units of a mass a weight of 1 is."""
     exponent = WHOLE - jnp.ceil(jnp.log2(ROOM * jnp.maximum(total, 1.0))).astype(jnp.int32)
-    scaled = weight * lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)[:, None]
+    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+def in_units(weight, units) -> Mass:
+    """As `fixed_point`."""
+    scaled = weight * units
     whole = jnp.floor(scaled)
     return Mass(whole.astype(jnp.int32), ((scaled - whole) * 2.0**FINE).astype(jnp.int32))
 
@@ -228,15 +238,20 @@ def search(keys, ids, mass: Any, everything: Any, filters: Filters, vocab: int, 
     return kept
 
 
-def fits(maxima, everything: Any, top, total, t, filters: Filters):
-    """Whether the groups with these maxima, `[rows, n]`, the largest, hold the prefix that the filters keep; `[rows]`."""
+def fits(maxima, keys, mass: Any, everything: Any, top, total, t, filters: Filters):
+    """Whether the groups with these maxima, `[rows, n]`, the largest, hold the prefix that the filters keep; `[rows]`. Their
+    tokens are given: the maxima, or those of them above the least maximum, which are all that there are above it, must do."""
     top_k, top_p, _ = filters
-    in_count = jnp.ones_like(top, bool) if top_k is None else top_k <= maxima.shape[1]
-    if top_p is None:
-        return in_count
-    weight = jnp.exp((maxima - race.finite_or_zero(top)[:, None]) * inverse_temperature(t)[:, None])
-    in_mass = (top_p >= 1.0) | at_least(add_up(fixed_point(weight, total), True), share(everything, top_p))
-    return in_mass if top_k is None else in_count & ((top_k > 0) | in_mass)
+    above = keys > ordered_keys(maxima[:, -1:])
+    in_count = in_mass = jnp.ones_like(top, bool)
+    if top_k is not None:
+        in_count = top_k <= jnp.maximum(maxima.shape[1], jnp.sum(above, axis=1, dtype=jnp.int32))
+    if top_p is not None:
+        weight = jnp.exp((maxima - race.finite_or_zero(top)[:, None]) * inverse_temperature(t)[:, None])
+        enough = lambda mass, chosen: at_least(add_up(mass, chosen), share(everything, top_p))  # noqa: E731
+        in_mass = (top_p >= 1.0) | enough(fixed_point(weight, total), True) | enough(mass, above)
+        in_mass = in_mass if top_k is None else (top_k > 0) | in_mass
+    return in_count & in_mass
 
 
 def in_row(x, t, top, total, everything: Any, filters: Filters) -> Kept:
@@ -272,7 +287,8 @@ def last_kept(x, t, top, filters: Filters, by_row: bool) -> Kept:
     if filters.top_p is not None:
         weight = lax.optimization_barrier(weights(x, t, top))  # one value for every use, whatever is fused with it
         total = jnp.sum(weight, axis=0)
-        everything = add_up(fixed_point(weight.T, total), True)
+        all_of = in_units(weight, units(total))  # summed where it lies: to turn it takes longer than to read it
+        everything = carried(*(jnp.sum(m, axis=0, dtype=jnp.int32) for m in all_of))
 
     # The groups with the largest maxima first.
     maxima = jnp.max(grouped(orderly(x), -jnp.inf), axis=1).T
@@ -280,10 +296,11 @@ def last_kept(x, t, top, filters: Filters, by_row: bool) -> Kept:
     ids, pick = members(chosen, vocab)
     mass = None if weight is None else fixed_point(pick(weight, 0.0), total)
     find = lambda keys, ids, mass, target, p: end_of_prefix(keys, ids, mass, target, vocab)  # noqa: E731
-    leading = search(ordered_keys(pick(x, -jnp.inf)), ids, mass, everything, filters, vocab, find)
+    keys = ordered_keys(pick(x, -jnp.inf))
+    leading = search(keys, ids, mass, everything, filters, vocab, find)
     if best.shape[1] == maxima.shape[1]:
         return leading
-    fit = fits(best, everything, top, total, t, filters)
+    fit = fits(best, keys, mass, everything, top, total, t, filters)
 
     def one_row(row):
         fit, leading, *of_row = jax.tree.map(lambda a: a[None], row)

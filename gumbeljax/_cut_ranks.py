@@ -47,7 +47,7 @@ def rank(operands: Operands, keys, config: Config, *, num_samples: int, log_prob
                            vocab_axis=config.vocab_axis)
         if log_probs:
             model_mass = stages.mass(local.h, local.w, jnp.ones_like(local.t), of_model(options), **shape)
-    ranked = ranked._replace(token=_shards.to_global(ranked.token, first))
+    ranked = ranked._replace(token=race.to_global(ranked.token, first))
     if model_mass is None:
         ranked = ranked._replace(model=None, tempered=None)
     model_mass = None if model_mass is None else (model_mass.top, model_mass.total)

@@ -14,13 +14,8 @@ from gumbeljax import _cut_filters, _mesh
 from gumbeljax._call import Config, Operands
 from gumbeljax._typing import Array
 from pallas_kernels import filtered, many, race
-from pallas_kernels.finish import Draw, Piece, at, has_law, log_normalizer_of
+from pallas_kernels.finish import Draw, Piece, at, has_law, log_normalizer_of, said
 from pallas_kernels.logits import inverse_temperature, of_model
-
-
-def to_global(ids, first):
-    """Ids of a shard as ids of the whole vocabulary; markers stay."""
-    return jnp.where((ids < 0) | (ids == race.NO_ID), ids, ids + first)
 
 
 def local_piece(operands: Operands, keys, config: Config, num_samples: int | None, with_model: bool, sample: int = 0) -> Piece:
@@ -47,16 +42,18 @@ def kept_logits(operands: Operands, local: Operands, config: Config, *, with_tot
     return model, jnp.where(found.kept, x, -jnp.inf), found
 
 
-def said(piece: Piece, first, log_probs: bool) -> tuple[Array, ...]:
-    """What a shard whose first token is `first` sends of its draw: the arguments of `merge_draws`, without their axis 0."""
-    token = to_global(piece.draw.token, first)
-    numbers = (piece.won.high, piece.won.low, token, piece.won.top, piece.won.total)
-    if log_probs:
-        numbers = (*numbers, piece.draw.tempered_log_prob)
-    if piece.model_mass is None:
-        return numbers
-    mass = (jnp.broadcast_to(x, token.shape) for x in (piece.model_mass.top, piece.model_mass.total))
-    return (*numbers, piece.draw.model_log_prob, *mass)
+def hear(piece: Piece, first, log_probs: bool, axes) -> tuple[Array, ...]:
+    """What all shards say of their draws, the arguments of `merge_draws`; the first token of this one is `first`."""
+    numbers = said(piece, first, log_probs)
+    if piece.words is None or piece.words.shape[0] != len(numbers):
+        return _mesh.gather(numbers, axes)
+    words, = _mesh.gather((piece.words,), axes)
+    return unpack(words, numbers)
+
+
+def unpack(words: Array, numbers) -> tuple[Array, ...]:
+    """Words `[shards, numbers, rows]` as the numbers whose bits they are, each `[shards, rows]`."""
+    return tuple(lax.bitcast_convert_type(words[:, i], x.dtype) for i, x in enumerate(numbers))
 
 
 def draw(operands: Operands, keys, config: Config, *, num_samples: int | None, log_probs: bool, with_model: bool | None = None,
@@ -79,7 +76,7 @@ def draw(operands: Operands, keys, config: Config, *, num_samples: int | None, l
         if log_probs:
             own, mass = filtered.with_model(piece.draw, model)
             piece = Piece(own, piece.won, mass)
-    heard = _mesh.gather(said(piece, first, log_probs), axes)
+    heard = hear(piece, first, log_probs, axes)
     out = merge_draws(*heard, t=operands.t)
     if tempered_law is None or not log_probs:
         return out
@@ -128,7 +125,7 @@ def mass(operands: Operands, config: Config) -> race.Mass:
     found = config.stages().mass(local.h, local.w, local.t, local.options(config), **config.shape_arguments())
     if not axes:
         return found
-    found = found._replace(argmax=to_global(found.argmax, _mesh.first_id(axes, config.vocab)))
+    found = found._replace(argmax=race.to_global(found.argmax, _mesh.first_id(axes, config.vocab)))
     return race.merge_masses(race.Mass(*_mesh.gather(tuple(found), axes)), operands.t)
 
 

@@ -31,11 +31,25 @@ class Draw(NamedTuple):
 
 class Piece(NamedTuple):
     """What one shard of a vocabulary says: the draw from its own law, the race that led to it, the mass of its model law
-    (None when not asked for). Every leaf is `[rows]`; ids are the shard's own."""
+    (None when not asked for). Every leaf is `[rows]`; ids are the shard's own. `words`: the bits of what `said` lists, int32
+    `[numbers, rows]`, where a kernel has put them into one array to be sent."""
 
     draw: Draw
     won: race.Race
     model_mass: Any
+    words: Any = None
+
+
+def said(piece: Piece, first, log_probs: bool) -> tuple[Any, ...]:
+    """What a shard whose first id is `first` sends of its draw: score, token and mass, and log-probabilities if asked."""
+    token = race.to_global(piece.draw.token, first)
+    numbers = (piece.won.high, piece.won.low, token, piece.won.top, piece.won.total)
+    if log_probs:
+        numbers = (*numbers, piece.draw.tempered_log_prob)
+    if piece.model_mass is None:
+        return numbers
+    mass = (jnp.broadcast_to(x, token.shape) for x in (piece.model_mass.top, piece.model_mass.total))
+    return (*numbers, piece.draw.model_log_prob, *mass)
 
 
 def token_logits(h, w, ids, vocab_axis):

@@ -117,6 +117,11 @@ def global_ids(keys, ids):
     return ids + keys[2] if len(keys) > 2 else ids
 
 
+def to_global(ids, first):
+    """Ids of a shard as ids of the whole vocabulary, int32; markers stay."""
+    return jnp.where((ids < 0) | (ids == NO_ID), ids, ids + first)
+
+
 def group_noise(keys, sample, first_ids, kind=noise.gumbel):
     """Noise of groups: keys = (word 0, word 1[, first id of the shard]), uint32 `[rows]`; first_ids int32
     `[groups, 1]` or `[groups, rows]`."""

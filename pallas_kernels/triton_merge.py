@@ -70,6 +70,10 @@ def kernel(
         model_mass = race.Mass(model_top, won.winner, model_sum)
     draw = finish.draw_in_group(keys, t, won, model_mass, first, ids, logits, logits, vocab=vocab, sample=sample)
     outputs = draw.token, draw.model_log_prob, draw.tempered_log_prob, draw.log_normalizer, won, model_mass
+    if num_keys > 2:
+        *out_refs, words_ref = out_refs
+        for i, value in enumerate(finish.said(Piece(draw, won, model_mass), keys[2].astype(jnp.int32), with_model)):
+            plt.store(words_ref.at[zero + i, pl.ds(row, 1)], lax.bitcast_convert_type(value, jnp.int32))
     for ref, value in zip(out_refs, jax.tree.leaves(outputs), strict=True):
         plt.store(ref.at[pl.ds(row, 1)], value)
 
@@ -93,12 +97,14 @@ def merge(keys, t, pieces: race.Race, model_total, logits, *, plt, vocab, sample
     body = functools.partial(kernel, with_model=with_model, num_keys=len(keys), sample=sample, plt=plt, vocab=vocab,
                              num_pieces=pieces.high.shape[0], raw=raw)
     f32, i32 = (like(arguments, (num_rows,), dtype) for dtype in (jnp.float32, jnp.int32))
-    outputs = (i32, f32, f32, f32, race.Race(f32, f32, i32, f32, f32), race.Mass(f32, i32, f32) if with_model else None)
+    # A shard sends its answer as one array: the kernel makes it, since XLA would spend a launch on it.
+    words = like(arguments, (9 if with_model else 5, num_rows), jnp.int32) if len(keys) > 2 else None
+    outputs = (i32, f32, f32, f32, race.Race(f32, f32, i32, f32, f32), race.Mass(f32, i32, f32) if with_model else None, words)
     out = pl.pallas_call(
         body, grid=(num_rows,), out_shape=jax.tree.leaves(outputs), interpret=interpret, name="gumbeljax_merge",
         compiler_params=plt.CompilerParams(num_warps=4 if raw is None else 16, num_stages=1))(*arguments)
-    token, model_log_prob, tempered, log_normalizer, won, mass = jax.tree.unflatten(jax.tree.structure(outputs), out)
-    return Piece(Draw(token, model_log_prob, tempered, tempered, log_normalizer), won, mass)
+    token, model_log_prob, tempered, log_normalizer, won, mass, words = jax.tree.unflatten(jax.tree.structure(outputs), out)
+    return Piece(Draw(token, model_log_prob, tempered, tempered, log_normalizer), won, mass, words)
 
 
 def mass_kernel(vectors_ref, top_ref, argmax_ref, total_ref, *out_refs, plt, num_pieces, num_rows):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from gumbeljax import _compat
 from pallas_kernels import finish, mosaic, mosaic_race, race, triton_filtered, triton_merge
@@ -214,14 +215,22 @@ def test_a_sample_draws_with_its_own_noise(sample):
 
 
 def test_a_shard_draws_with_the_noise_of_its_own_ids():
-    """Two halves, the second with the id of its first token as a third key, merge to the race of the whole."""
+    """Two halves, the second with the id of its first token as a third key, merge to the race of the whole. What they send says
+    what their leaves say, whose token is counted within the half."""
     h, w = heads.exact_head(512, 64, 5, jnp.bfloat16)
+    h = h.at[3].set(jnp.nan)
     words, t = tuple(jnp.asarray(heads.keys_of(2, 5)[1].T)), jnp.ones(5)
-    halves = [mosaic_piece(h, w[first:first + 256], (*words, jnp.full(5, first, jnp.uint32)), t, Elementwise(), vocab=256).won
+    pieces = [mosaic_piece(h, w[first:first + 256], (*words, jnp.full(5, first, jnp.uint32)), t, Elementwise(), vocab=256)
               for first in (0, 256)]
-    halves[1] = halves[1]._replace(winner=halves[1].winner + 256)
+    for first, piece in zip((0, 256), pieces, strict=True):
+        numbers = finish.said(piece, jnp.int32(first), True)
+        assert piece.words.shape == (len(numbers), 5) and piece.words[2, 3] == -1
+        for sent, number in zip(piece.words, numbers, strict=True):
+            np.testing.assert_array_equal(sent, lax.bitcast_convert_type(number, jnp.int32))
+    halves = [piece.won for piece in pieces]
+    halves[1] = halves[1]._replace(winner=race.to_global(halves[1].winner, 256))
     merged = race.merge(race.Race(*map(jnp.stack, zip(*halves, strict=True))), t)
     whole = mosaic_piece(h, w, words, t, Elementwise(), vocab=512).won
     np.testing.assert_array_equal(merged.winner, whole.winner)
     np.testing.assert_allclose(merged.high, whole.high, rtol=1e-6)
-    assert {0, 1} == set(np.asarray(whole.winner) // 256)
+    assert {0, 1} == set(np.asarray(whole.winner)[[0, 1, 2, 4]] // 256)

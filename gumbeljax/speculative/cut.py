@@ -47,7 +47,7 @@ def scored_draw(operands: Operands, config: Config, keys, *, sample: int) -> tup
                                                  **config.shape_arguments())
     if not axes:
         return piece.draw, scores
-    return _shards.merge_draws(*_mesh.gather(_shards.said(piece, first, True), axes), t=operands.t), scores
+    return _shards.merge_draws(*_shards.hear(piece, first, True, axes), t=operands.t), scores
 
 
 def _varying(tree, axes: tuple[str, ...]):

@@ -15,6 +15,7 @@ from pallas_kernels.logits import LOG2_E, Elementwise, inverse_temperature, mode
 from pallas_kernels.triton_finish import group_products, like
 
 MASS_ROWS = 16  # rows of a program
+AT_ONCE = 128  # pieces of which all logits are read, without waiting for the winner
 
 
 class Head(NamedTuple):
@@ -57,8 +58,13 @@ def kernel(
         for ref, other in zip(race_refs, empties, strict=False))
     won = race.merge(race.Race(high, low, winner, top, total), t)
     first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
-    if raw is None:
-        where = jnp.sum(jnp.where((winner == won.winner) & (winner != race.NO_ID), piece[:, None], 0))
+    is_winner = (winner == won.winner) & (winner != race.NO_ID)
+    if raw is None and padded <= AT_ONCE:
+        logits = plt.load(logits_refs[0].at[pl.ds(zero, padded), row, pl.ds(0, noise.GROUP)],
+                          mask=jnp.broadcast_to((piece < num_pieces)[:, None], (padded, noise.GROUP)), other=0.0)
+        logits = jnp.sum(jnp.where(is_winner, logits, 0.0), axis=0)[:, None]
+    elif raw is None:
+        where = jnp.sum(jnp.where(is_winner, piece[:, None], 0))
         logits = plt.load(logits_refs[0].at[where, row, pl.ds(0, noise.GROUP)])[:, None]
     else:
         logits = raw(plt, *logits_refs, row, jnp.sum(first), zero, vocab=vocab)

@@ -395,7 +395,7 @@ def draw(*arguments, **options) -> Draw:
 class Logits(NamedTuple):
     """Stored logits, and what is known about their groups and rows; rows and ids may be padded."""
 
-    raw: Any  # [rows, ids]
+    raw: Any  # [rows, ids]; of 8 bits, with the scales of their ids
     group_top: Any  # [rows, groups]: the largest processed logit
     sample: Any  # [rows, groups]: that of `sample_of`
     top: Any  # [pieces of the vocabulary, rows]

@@ -52,7 +52,8 @@ def candidates(h, w, vocab_axis: int = 0) -> list[Candidate]:
             near = near_triton(triton.default_tiles(rows, d_model, head.h.dtype, head.w.dtype), head.h.dtype, head.w.dtype)
         else:
             itemsize = head.w.dtype.itemsize
-            rule = mosaic_tiles.choose_tiles(rows, head.vocab, head.vocab_axis, device.cores or mosaic_tiles.NUM_SMS, itemsize)
+            rule = mosaic_tiles.choose_tiles(rows, head.vocab, head.vocab_axis, device.cores or mosaic_tiles.NUM_SMS, itemsize,
+                                             d_model)
             near = near_mosaic(rule, d_model, itemsize)
         found += [Candidate(name, tiles) for tiles in dict.fromkeys(near)]
     return found

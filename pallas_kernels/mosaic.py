@@ -3,8 +3,11 @@
 Persistent and warp-specialised: one warpgroup fetches, two multiply and race. `h` is the M operand (64 rows a warpgroup)
 and `w` the N operand, so a group is 16 neighbouring accumulators of a row and its reduction stays inside a quad of lanes.
 
-bfloat16 and float16 tables whose rows TMA can address, or of 8 bits, which the multiplying warpgroups convert first; the
-elementwise options that are constants of the model.
+bfloat16 and float16 tables whose rows TMA can address, or of 8 bits; the elementwise options that are constants of the model.
+
+A table of 8 bits is the M operand: only that one is read from registers, where 16-bit numbers are made of it without a way
+through shared memory, which is what a table of half the bytes leaves no time for. Its logits lie the other way around and are
+turned in shared memory once a tile; there the race reads them.
 """
 
 import functools
@@ -19,8 +22,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels import noise, race, triton_merge
 from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.logits import Elementwise, model_logits
-from pallas_kernels.mosaic_race import Tile, columns, logits_steps, mass_steps, race_steps, row_vector, store
-from pallas_kernels.mosaic_tiles import BUFFERS, NUM_SMS, choose_pace, choose_tiles
+from pallas_kernels.mosaic_race import Tile, columns, logits_steps, mass_steps, over, race_steps, row_vector, store
+from pallas_kernels.mosaic_tiles import NUM_SMS, PART, choose_pace, choose_tiles
 from pallas_kernels.triton_merge import Head
 
 
@@ -60,7 +63,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     if reason := why_not(h, w, options, vocab_axis):
         raise NotImplementedError(f"implementation='mosaic' cannot run this call: {reason}; leave implementation out.")
     num_rows, d_model = h.shape
-    tiles = tiles or choose_tiles(num_rows, vocab, vocab_axis, num_sms, w.dtype.itemsize)
+    tiles = tiles or choose_tiles(num_rows, vocab, vocab_axis, num_sms, w.dtype.itemsize, d_model)
     if d_model % tiles.d_model:
         raise ValueError(f"tiles.d_model must divide d_model, {d_model}; got {tiles.d_model}: choose tiles for this head.")
     if w.dtype.itemsize == 1 and tiles.vocab % (least := 128 if tiles.split_rows else 64):
@@ -72,6 +75,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     m, n, k, slots = 64, tiles.vocab, tiles.d_model, tiles.steps
     wgs = tiles.warpgroups  # that multiply; one more fetches
     pace = choose_pace(tiles, wanted, w.dtype.itemsize)
+    # Products read registers until they are done, so that of two neighbours each needs its own: steps of a loop go by twos.
+    together = 2 if quantized and k == PART else 1
     cta_m, cta_n = (wgs * m, n) if tiles.split_rows else (m, wgs * n)
     row_tiles, vocab_tiles, steps = pl.cdiv(num_rows, cta_m * pair) * pair, pl.cdiv(vocab, cta_n), d_model // k
     if row_tiles > num_sms:
@@ -103,14 +108,15 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         return mgpu.SMEM((slots, *shape), dtype, transforms=transforms)
 
     barrier = functools.partial(mgpu.ClusterBarrier, collective_axes=tuple(cluster)) if cluster else mgpu.Barrier
-    scratch = {"h_smem": buffer((cta_m, k)), "w_smem": buffer((cta_n, k) if vocab_axis == 0 else (k, cta_n), w.dtype),
+    scratch = {"h_smem": buffer((h_rows if quantized else cta_m, k)),
+               "w_smem": buffer((cta_n, k) if vocab_axis == 0 else (k, cta_n), w.dtype),
                "filled": mgpu.Barrier(num_arrivals=2, num_barriers=slots),
                "emptied": barrier(num_arrivals=wgs, num_barriers=slots)}
     scales = []
     if quantized:
-        scratch["converted"] = buffer((cta_n, k), slots=BUFFERS)
-        if tiles.split_rows:
-            scratch["all_converted"] = mgpu.Barrier(num_arrivals=wgs, num_barriers=BUFFERS)
+        scratch["logits"] = mgpu.SMEM((cta_m, cta_n), jnp.float32,  # tiles as wide as a group
+                                      transforms=(mgpu.TilingTransform((8, noise.GROUP)), mgpu.SwizzleTransform(64)))
+        scratch["exchange"] = mgpu.Barrier(num_arrivals=wgs, num_barriers=2)
         scales = [jnp.pad(options.weight_scale, (0, (vocab_tiles + twins - 1) * cta_n - vocab))]
     out_type = [jax.ShapeDtypeStruct((walkers if tiles.split_rows else 2 * walkers, rows), jnp.float32)] * num_floats
     if wanted != "logits":
@@ -128,8 +134,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     if wanted == "logits":
         out_type += [jax.ShapeDtypeStruct((all_rows, all_ids // size), jnp.float32) for size in (1, noise.GROUP, noise.GROUP)]
 
-    def kernel(h_gmem, w_gmem, vectors_gmem, *out_gmem, h_smem, w_smem, filled, emptied, results=(), converted: Any = None,
-               all_converted: Any = None, told: Any = None):
+    def kernel(h_gmem, w_gmem, vectors_gmem, *out_gmem, h_smem, w_smem, filled, emptied, results=(), logits: Any = None,
+               exchange: Any = None, told: Any = None):
         scale_gmem: Any = out_gmem[0]  # of 8 bits
         out_gmem = out_gmem[1:] if quantized else out_gmem
         out_gmem, of_tiles_gmem = out_gmem[:num_merged], out_gmem[num_merged:]
@@ -164,12 +170,10 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
             def _(step):  # a program must not end before its partner has read what both were sent
                 mgpu.barrier_wait(emptied.at[lax.rem(step, slots)])
 
-        rings = (slots, BUFFERS) if quantized else (slots,)
-
-        def later(at):
-            """The slot of the next fetch, and the place of the next converted tile. One comes from the other: a remainder takes
-            twenty instructions, and the compiler keeps the addresses of slots that it knows until registers spill."""
-            return tuple(jnp.where(place == size - 1, 0, place + 1) for place, size in zip(at, rings, strict=True))
+        def later(slot):
+            """The slot of the next fetch. One comes from the other: a remainder takes twenty instructions, and the compiler
+            keeps the addresses of slots that it knows until registers spill."""
+            return jnp.where(slot == slots - 1, 0, slot + 1)
 
         def compute():
             mgpu.set_max_registers(240 if wgs == 2 else 160, action="increase")
@@ -192,44 +196,45 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                 mgpu.commit_smem()
                 mgpu.copy_smem_to_gmem(told.at[wg, pl.ds(0, kept)], told_gmem.at[place_of(turn), pl.ds(first_row, kept)])
 
+            def raw_group(x, g):
+                """The logits of a group: those of x or, of 8 bits, those in shared memory."""
+                if not quantized:
+                    return x[:, g * noise.GROUP:(g + 1) * noise.GROUP]
+                first_column = (0 if tiles.split_rows else wg * n) + g * noise.GROUP
+                return mgpu.load(logits.at[my_rows, pl.ds(first_column, noise.GROUP)], layout=mgpu.Layout.WGMMA)
+
             def keep_logits(x, turn, g, *of_group):
                 group, size = place_of(turn) * (n // noise.GROUP) + g, noise.GROUP
                 raw_gmem, *groups_gmem = of_tiles_gmem
-                part = x[:, g * size:(g + 1) * size]
-                store(mgpu, raw_gmem.at[pl.ds(first_row, m), pl.ds(group * size, size)], part)
+                store(mgpu, raw_gmem.at[pl.ds(first_row, m), pl.ds(group * size, size)], raw_group(x, g))
                 for ref, value in zip(groups_gmem, of_group, strict=True):
                     store(mgpu, ref.at[pl.ds(first_row, m), group], value)
 
-            def load_scales(first):
-                """The scales of a group, or None."""
-                if not quantized:
-                    return None
-                layout = mgpu.Layout.WGMMA.reduce(0)
-                loaded = mgpu.load(scale_gmem.at[pl.ds(first, noise.GROUP)], layout=layout, optimized=False)
-                return mgpu.layout_cast(loaded, layout)
+            ids_each = cta_n // wgs  # that a warpgroup multiplies, of 8 bits
+            my_ids = pl.ds(wg * ids_each, ids_each)
 
-            def convert(slot, buffer):
-                """Puts the 16-bit numbers of a fetched tile of 8 bits where products can read them."""
-                mine = pl.ds(wg * (cta_n // wgs), cta_n // wgs)
-                x = mgpu.load(w_smem.at[slot, mine], layout=mgpu.Layout.WGMMA_UPCAST_2X)
+            def convert(x):
+                """The 16-bit numbers of a part of a fetched tile of 8 bits, as products read them."""
+                x = mgpu.layout_cast(x, mgpu.Layout.WGMMA)
                 if w.dtype.name == "float8_e4m3fn":
                     x = x.astype(jnp.float16)
                     x = x if h.dtype == jnp.float16 else x.astype(jnp.float32)
-                converted[buffer, mine] = x.astype(h.dtype)
-                mgpu.commit_smem()
-                if tiles.split_rows:
-                    mgpu.barrier_arrive(all_converted.at[buffer])
-                    mgpu.barrier_wait(all_converted.at[buffer])
+                return x.astype(h.dtype)
+
+            def exchange_logits(x, scale):
+                """Scales and turns the logits `[ids, rows]` of a tile, and gives them to whoever draws from them."""
+                mgpu.barrier_wait(exchange.at[0])  # until both have drawn from those of the tile before
+                target = logits.at[0:h_rows, my_ids].transpose((1, 0))
+                target[...] = mgpu.layout_cast(x * over(x.shape)(scale), mgpu.Layout.WGMMA_TRANSPOSED)
+                mgpu.barrier_arrive(exchange.at[1])
+                mgpu.barrier_wait(exchange.at[1])
 
             def draw_steps(x, turn, best):
-                """The steps of drawing from the raw logits x `[m, n]` of a tile."""
+                """The steps of drawing from the logits of a tile: x `[m, n]`, or None where they lie in shared memory."""
                 first_id = (walker + turn * walkers) * cta_n + (0 if tiles.split_rows else wg * n)
-                scales = [load_scales(jnp.maximum(first_id, 0) + g * noise.GROUP) for g in range(n // noise.GROUP)]
 
                 def group(g):
-                    part = x[:, g * noise.GROUP:(g + 1) * noise.GROUP]
-                    scale = None if scales[g] is None else lax.broadcast_in_dim(scales[g], part.shape, (1,))
-                    part = model_logits(part, options.scale, options.soft_cap, scale)
+                    part = model_logits(raw_group(x, g), options.scale, options.soft_cap)
                     ids = first_id + g * noise.GROUP + columns(part.shape)
                     if vocab % cta_n:
                         part = jnp.where(ids < vocab, part, -jnp.inf)
@@ -257,44 +262,64 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
 
             def multiply_tile(turn, carry):
                 """The raw logits of a tile; meanwhile, the draw from those of the tile before."""
-                first, x, *best_before = carry
-                drawing = draw_steps(x, turn - 1, tuple(best_before))
+                first, x, best_before = carry
+                drawing = draw_steps(x, turn - 1, best_before)
+                if quantized:
+                    first_id = (walker + turn * walkers) * cta_n + wg * ids_each
+                    weight_scale = row_vector(mgpu, scale_gmem.at[pl.ds(first_id, ids_each)])
 
                 def multiply(accumulator):
-                    def issue(at):
-                        slot = at[0]
+                    def issue(slot):
                         mgpu.barrier_wait(filled.at[slot])
-                        table = w_smem.at[slot]
                         if quantized:
-                            convert(slot, at[1])
-                            table = converted.at[at[1]]
+                            issue_parts(slot)
+                            return
+                        table = w_smem.at[slot]
                         table = table.at[my_vocab].transpose((1, 0)) if vocab_axis == 0 else table.at[:, my_vocab]
                         mgpu.wgmma(accumulator, h_smem.at[slot].at[my_rows], table)
 
-                    def release(at):
-                        mgpu.barrier_arrive(emptied.at[at[0]])
+                    def issue_parts(slot):
+                        fetched = mgpu.load(w_smem.at[slot, my_ids], layout=mgpu.Layout.WGMMA_UPCAST_2X)
+                        for first in range(0, k, PART):
+                            if first:
+                                mgpu.wgmma_wait(1)  # for those that read the registers which this part is converted to
+                            part = slice(first, first + PART)
+                            mgpu.wgmma(accumulator, convert(fetched[:, part]), h_smem.at[slot].at[:, part].transpose((1, 0)))
 
-                    def next_step(_, before):
-                        issue(at := later(before))
+                    def release(slot):
+                        mgpu.barrier_arrive(emptied.at[slot])
+
+                    def next_step(before):
+                        issue(slot := later(before))
                         mgpu.wgmma_wait(1)  # for all products but these
                         release(before)
-                        return at
+                        return slot
+
+                    def next_steps(_, slot):
+                        for _ in range(together):
+                            slot = next_step(slot)
+                        return slot
 
                     unrolled = min(steps, pace * ((2 if wanted == "logits" else 1) * n // noise.GROUP + 4))
+                    unrolled += (steps - unrolled) % together
                     best: Any = ()
-                    issue(at := first)
+                    issue(slot := first)
                     best: Any = next(drawing, ())
                     for j in range(1, unrolled):
-                        at = next_step(j, at)  # before the drawing: where memory is waited for, it must not stand still
+                        slot = next_step(slot)  # before the drawing: where memory is waited for, it must not stand still
                         if j % pace == 0:
                             best = next(drawing, best)
                     best = last(drawing, best)
-                    at = lax.fori_loop(unrolled, steps, next_step, at)
+                    if quantized:
+                        mgpu.barrier_arrive(exchange.at[0])
+                    slot = lax.fori_loop(0, (steps - unrolled) // together, next_steps, slot)
                     x = accumulator[...]
-                    release(at)
-                    return later(at), x, *best
+                    release(slot)
+                    if quantized:
+                        x = exchange_logits(x, weight_scale)
+                    return later(slot), x, best
 
-                return pl.run_scoped(multiply, mgpu.ACC((m, n), jnp.float32))
+                return pl.run_scoped(multiply, mgpu.ACC((ids_each, h_rows) if quantized else (m, n), jnp.float32))
 
             vector = lambda value, dtype: mgpu.layout_cast(jnp.full((m,), value, dtype), row_layout)  # noqa: E731
             matrix = lambda value, width: mgpu.layout_cast(jnp.full((m, width), value), mgpu.Layout.WGMMA)  # noqa: E731
@@ -304,8 +329,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                 nothing = *nothing, vector(race.NO_ID, jnp.int32)
             if wanted == "race":
                 nothing = *nothing, matrix(0.0, noise.GROUP)
-            first = tuple(jnp.int32(0) for _ in rings)
-            _, x, *best = lax.fori_loop(0, num_tiles, multiply_tile, (first, matrix(-jnp.inf, n), *nothing))
+            x = None if quantized else matrix(-jnp.inf, n)
+            _, x, best = lax.fori_loop(0, num_tiles, multiply_tile, (jnp.int32(0), x, nothing))
             best = last(draw_steps(x, num_tiles - 1, best))
             best = best[:len(out_gmem)]  # without logits that nobody wants
             piece = walker if tiles.split_rows else 2 * walker + wg
@@ -350,7 +375,7 @@ def scored_piece(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, samp
                  tiles=None, num_sms=NUM_SMS) -> tuple[Piece, race.Scores]:
     """As `xla.scored_piece`."""
     del precision
-    tiles = tiles or choose_tiles(h.shape[0], vocab, vocab_axis, num_sms, w.dtype.itemsize)
+    tiles = tiles or choose_tiles(h.shape[0], vocab, vocab_axis, num_sms, w.dtype.itemsize, h.shape[1])
     # To make them again takes less memory than to keep them, and with few rows no more time.
     with_logits = h.shape[0] > 128 or options.weight_scale is not None
     high, low, top, total, winner, *logits, told = launch(
@@ -370,7 +395,7 @@ def draw(*arguments, **options) -> Draw:
 class Logits(NamedTuple):
     """Stored logits, and what is known about their groups and rows; rows and ids may be padded."""
 
-    raw: Any  # [rows, ids]
+    raw: Any  # [rows, ids]; of 8 bits, with the scales of their ids
     group_top: Any  # [rows, groups]: the largest processed logit
     sample: Any  # [rows, groups]: that of `sample_of`
     top: Any  # [pieces of the vocabulary, rows]

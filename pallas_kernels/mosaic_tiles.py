@@ -1,32 +1,33 @@
-"""How the Mosaic GPU kernel cuts its work: tiles, fetches in flight, converted tiles."""
+"""How the Mosaic GPU kernel cuts its work: tiles and fetches in flight."""
 
 from jax.experimental import pallas as pl
 
 from pallas_kernels.tiles import MosaicTiles
 
 NUM_SMS = 132  # multiprocessors of an H100 or H200; another number is right too, and slower
+PART = 64  # coordinates of a table of 8 bits that are converted and multiplied at once
 
 
-# Converted tiles of 8 bits: one is filled, products read another, and warps that have not waited for theirs yet a third.
-BUFFERS = 3
-
-
-def most_steps(split_rows: bool, vocab: int, d_model: int, warpgroups: int = 2, itemsize: int = 2) -> int:
-    """How many fetches fit into the shared memory of a multiprocessor, beside the results of few rows."""
+def most_steps(split_rows: bool, vocab: int, d_model: int, warpgroups: int = 2, itemsize: int = 2,
+               num_rows: int = 256) -> int:
+    """How many fetches fit into the shared memory of a multiprocessor, beside the results of few rows and logits of 8 bits."""
     rows, ids, memory = (64 * warpgroups, vocab, 226 * 1024) if split_rows else (64, 2 * vocab, 211 * 1024)
     if itemsize == 1:
-        memory -= 2 * BUFFERS * ids * d_model
+        memory -= 4 * rows * ids
+        rows = min(rows, pl.cdiv(num_rows, 16) * 16)  # others have no place
     return memory // ((2 * rows + itemsize * ids) * d_model)
 
 
-def choose_steps(split_rows: bool, vocab: int, d_model: int, warpgroups: int = 2, itemsize: int = 2) -> int:
+def choose_steps(split_rows: bool, vocab: int, d_model: int, warpgroups: int = 2, itemsize: int = 2,
+                 num_rows: int = 256) -> int:
     """As many as fit, up to 10, and no power of two: where the slots of a tile are the same in every turn, the compiler keeps
     the addresses of all of them, and registers spill."""
-    steps = min(10, most_steps(split_rows, vocab, d_model, warpgroups, itemsize))
+    steps = min(10, most_steps(split_rows, vocab, d_model, warpgroups, itemsize, num_rows))
     return steps - 1 if steps in (4, 8) else steps
 
 
-def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = NUM_SMS, itemsize: int = 2) -> MosaicTiles:
+def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = NUM_SMS, itemsize: int = 2,
+                 d_model: int = 64) -> MosaicTiles:
     """Tiles for an H200, where few rows were fastest with the first of these widths and many rows too.
 
     A program takes every n-th tile of the vocabulary, so it is the last turn, in which some programs have no tile, that decides
@@ -41,7 +42,7 @@ def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = 
     warpgroups = 3 if 128 < num_rows <= 192 and itemsize > 1 else 2
     row_tiles = pl.cdiv(num_rows, 64 * warpgroups) if split_rows else 1
     pair_rows = split_rows and row_tiles % 2 == 0
-    if itemsize == 1:  # each warpgroup converts 64 ids
+    if itemsize == 1:  # each warpgroup multiplies 64 ids
         widths = (128,) if split_rows else (64,)
     elif vocab_axis == 1:  # copied in boxes of 64 ids
         widths = (128, 64) if split_rows and warpgroups == 2 else (64,)
@@ -59,15 +60,17 @@ def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = 
 
     least = min(map(cost, widths))
     width = next(width for width in widths if cost(width) <= (1.0 if pair_rows else 1.04) * least)
-    steps = choose_steps(split_rows, width, 64, warpgroups, itemsize)
-    return MosaicTiles(split_rows, width, 64, steps, pair_rows, split_rows and not pair_rows, warpgroups)
+    # Lines of memory are fetched whole, 128 bytes. Of many rows products are what is waited for, and registers are short.
+    coordinates = 128 if itemsize == 1 and not split_rows and d_model % 128 == 0 else 64
+    steps = choose_steps(split_rows, width, coordinates, warpgroups, itemsize, num_rows)
+    return MosaicTiles(split_rows, width, coordinates, steps, pair_rows, split_rows and not pair_rows, warpgroups)
 
 
 def choose_pace(tiles: MosaicTiles, wanted: str, itemsize: int = 2) -> int:
     """Of how many products one has a step of drawing beside it.
 
-    Where products are what is waited for, a step beside every third or second holds them up less. Three warpgroups and 8 bits
-    have no registers for that, and masses gain nothing.
+    Where products are what is waited for, a step beside every third or second holds them up less. Three warpgroups have no
+    registers for that, masses gain nothing, and 8 bits have instructions beside every product anyway.
     """
     if wanted != "race" or itemsize == 1 or tiles.warpgroups > 2 or not (tiles.pair_rows or tiles.pair_vocab):
         return 1

@@ -39,7 +39,7 @@ class MosaicTiles:
 
     `split_rows`: they share the ids and split the rows, `warpgroups` times 64; otherwise two share 64 rows and split the ids.
     `pair_rows`: two programs with neighbouring rows read each tile of the vocabulary once for both. `pair_vocab`: two with
-    neighbouring tiles of the vocabulary read the rows once for both.
+    neighbouring tiles of the vocabulary read the rows once for both. Of 8 bits `vocab` is 128, or 64 too without `split_rows`.
     """
 
     split_rows: bool = False

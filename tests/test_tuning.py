@@ -241,6 +241,11 @@ def test_candidates_start_from_the_rules():
         assert axis == 0 or rule.vocab % 64 == 0
         near = list(dict.fromkeys(autotuning.near_mosaic(rule, 4096)))
         assert near[0] == rule and 5 < len(near) < 40
+    for rows, d_model in itertools.product((1, 33, 128, 256), (2880, 4096)):
+        rule = mosaic_tiles.choose_tiles(rows, 151_936, itemsize=1, d_model=d_model)
+        assert d_model % rule.d_model == 0 and rule.steps >= 5
+        near = list(dict.fromkeys(autotuning.near_mosaic(rule, d_model, 1)))
+        assert near[0] == rule and all(d_model % tiles.d_model == 0 for tiles in near)
 
 
 def test_a_table_goes_along_on_a_mesh(head):

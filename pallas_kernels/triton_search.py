@@ -37,23 +37,23 @@ def choose_shares(num_rows: int) -> int:
     return 16 if num_rows <= 8 else 8 if num_rows <= 16 else 4 if num_rows <= 64 else 2
 
 
-def arguments_of(side: dual.Side, keys=()) -> tuple[dict, dict]:
-    """(what kernels read of a law, what is fixed of it): its normaliser `[rows]`; temperatures and keys as `pack` puts them, h,
-    w and dense options, unless all is on one token."""
+def arguments_of(side: dual.Side, vectors) -> tuple[dict, dict]:
+    """(what kernels read of a law, what is fixed of it): its normaliser `[rows]`; `vectors` of `pack`, h, w and dense options,
+    unless all is on one token."""
     has_table = side.h is not None
-    arrays = {"normalizer": side.normalizer, "vectors": pack(side.t, keys) if has_table else None, "h": side.h, "w": side.w,
+    arrays = {"normalizer": side.normalizer, "vectors": vectors if has_table else None, "h": side.h, "w": side.w,
               "dense": given(side.options)}
     return arrays, {"d_model": side.h.shape[1] if has_table else None, "vocab_axis": side.vocab_axis,
                     "dense": tuple(side.options.dense()), "has_valid": side.options.valid is not None,
                     "scale": side.options.scale, "soft_cap": side.options.soft_cap}
 
 
-def law_of_rows(plt, refs, rows, zero, num_keys=0, **masking):
-    """(t, keys, normaliser) of some rows of a law."""
-    t, *keys = (None,) if refs["vectors"] is None else (
-        plt.load(refs["vectors"].at[zero + i, rows], **masking) for i in (0, *range(2, 2 + num_keys)))
-    known = jax.tree.map(lambda ref: plt.load(ref.at[rows], **masking), refs["normalizer"])
-    return t if t is None else lax.bitcast_convert_type(t, jnp.float32), tuple(keys), known
+def vectors_at(plt, ref, columns, zero, num_keys):
+    """(t, keys) of `pack` at some columns; t None where there are none."""
+    if ref is None:
+        return None, ()
+    t, *keys = (plt.load(ref.at[zero + i, columns]) for i in (0, *range(2, 2 + num_keys)))
+    return lax.bitcast_convert_type(t, jnp.float32), tuple(keys)
 
 
 def to_memory(key):
@@ -201,22 +201,25 @@ def _kernel(
     *out_refs, leader_ref = refs[num_inputs:]
     search_id, share = (f(pl.program_id(0), jnp.int32(shares)) for f in (lax.div, lax.rem))  # int32 under x64 too
     rows = [plt.load(ref.at[search_id]) for ref in (place_ref, draft_place_ref)]
-    (t, keys, known), (t_q, _, known_q) = (law_of_rows(plt, refs, pl.ds(row, 1), share - share, num) for refs, row, num
-                                           in ((target, rows[0], num_keys), (draft, rows[1], 0)))
-    p, q = Row(target, laws[0], rows[0], t, known), Row(draft, laws[1], rows[1], t_q, known_q)
+    (t, keys), (t_q, _) = (vectors_at(plt, refs["vectors"], pl.ds(row, 1), share - share, num)
+                           for refs, row, num in ((target, rows[0], num_keys), (draft, rows[1], 0)))
+    p, q = (Row(refs, law, row, t, jax.tree.map(lambda ref, row=row: plt.load(ref.at[pl.ds(row, 1)]), refs["normalizer"]))
+            for refs, law, row, t in zip((target, draft), laws, rows, (t, t_q), strict=True))
     found, *_ = share_of_search(plt, p, q, keys, plt.load(factor_ref.at[pl.ds(search_id, 1)]), told_ref, share, leader_ref,
                                 (search_id,), shares=shares, **options)
     for ref, value in zip(out_refs, found, strict=False):
         plt.store(ref.at[share, pl.ds(search_id, 1)], value)
 
 
-def search_shares(scores: race.Scores, target: dual.Side, draft: dual.Side, keys, asked: search.Asked, *, plt, sample, vocab,
-                  most=None, shares=None, interpret=False) -> search.Found:
-    """What the programs of each row found, `[shares, searches]`. `most`: a limit on bounds, that which leaves this many groups."""
-    num_rows = asked.factor.shape[0]
+def search_rows(scores: race.Scores, target: dual.Side, draft: dual.Side, keys, asked: search.Asked, *, plt, sample, vocab,
+                is_shard=False, most=None, shares=None, interpret=False) -> search.Found:
+    """As `search.search`; without a limit, or, on a shard or with `most`, with one on bounds in place of one on groups: that
+    which leaves so many on average."""
+    num_rows, most = asked.factor.shape[0], MOST if is_shard and most is None else most
     shares, floor = shares or choose_shares(num_rows), -math.inf if most is None else -math.log(most)
-    (p, p_law), (q, q_law) = arguments_of(target, keys), arguments_of(draft)
-    inputs = p, q, (*asked, jnp.zeros(asked.target_row.shape, jnp.uint32)), scores.told
+    (p, p_law), (q, q_law) = (arguments_of(side, None if side.h is None else pack(side.t, words))
+                              for side, words in ((target, keys), (draft, ())))
+    inputs = p, q, (*asked, jnp.zeros((num_rows,), jnp.uint32)), scores.told
     flat, structure = jax.tree.flatten(inputs)
     like_all = functools.partial(like, flat)
     out_shape = [like_all((shares, num_rows), kind) for kind in (jnp.float32,) * 2 + (jnp.int32,) + (jnp.float32,) * 2]
@@ -227,11 +230,5 @@ def search_shares(scores: race.Scores, target: dual.Side, draft: dual.Side, keys
         body, grid=(num_rows * shares,), out_shape=[*out_shape, like_all((num_rows,), jnp.uint32)],
         input_output_aliases={place: len(out_shape)}, interpret=interpret, name="gumbeljax_residual_search",
         compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1))(*flat)
-    return search.Found(high, low, token, log_p, mass, None if most is None else jnp.full_like(high, floor))
-
-
-def search_rows(scores: race.Scores, target: dual.Side, draft: dual.Side, keys, asked: search.Asked, *, is_shard=False,
-                most=None, **options) -> search.Found:
-    """As `search.search`; without a limit, or, on a shard, with one on bounds in place of one on groups."""
-    most = MOST if is_shard and most is None else most
-    return search.best_of(search_shares(scores, target, draft, keys, asked, most=most, **options))
+    bound = None if most is None else jnp.full_like(high, floor)
+    return search.best_of(search.Found(high, low, token, log_p, mass, bound))

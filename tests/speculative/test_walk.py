@@ -26,10 +26,12 @@ def interpreted(self):
     """The stages of Triton under its interpreter."""
     passes = (triton.draw, triton.piece, triton.stage1_mass, triton.stage1_groups, triton.scored_piece,
               triton_dual.residual_draw, triton_dual.residual_mass)
-    passes = (functools.partial(f, plt=plt, tiles=TritonTiles(64, 16, 16), interpret=True) for f in passes)
+    tiled = {"plt": plt, "tiles": TritonTiles(64, 16, 16), "interpret": True}
+    passes = (functools.partial(f, **tiled) for f in passes)
     search, verify = (functools.partial(f, plt=plt, shares=4, interpret=True)
                       for f in (triton_search.search_rows, triton_walk.verify_chain))
-    return Stages(*passes, search, verify_chain=verify)
+    pieces = {f.__name__: functools.partial(f, **tiled) for f in (triton.race_pieces, triton.mass_pieces)}
+    return Stages(*passes, search, verify_chain=verify, **pieces)
 
 
 def case(draft_len, kind, vocab_axis=0):

@@ -231,7 +231,7 @@ def _piece(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, s
 
 def race_pieces(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, sample=0, vocab_axis=0, precision=None,
                 tiles=None, vectors=None, interpret=False) -> tuple[race.Race, race.Scores]:
-    """What the tiles of the vocabulary say, `[tiles, rows]`, and the scores of their groups. `vectors` are for other kernels."""
+    """What the tiles of the vocabulary say, `[tiles, rows]`, and their groups' scores. `vectors` are for other kernels."""
     del vectors
     tiles = tiles or default_tiles(h.shape[0], h.shape[1], h.dtype, w.dtype)
     *won, told = launch(h, w, keys, t, options, plt=plt, wanted="race", vocab=vocab, sample=sample, vocab_axis=vocab_axis,

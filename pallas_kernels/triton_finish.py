@@ -40,10 +40,10 @@ def like(arguments, shape, dtype):
 
 
 def products(plt, h_ref, w_ref, rows, ids, keep, zero, *, d_model, vocab_axis):
-    """Raw logits `[n]` of the tokens `ids`, each with its row of h; 0 where `keep` is false.
+    """Raw logits of the tokens `ids` `[n]`, each with its row of h, 0 where not `keep`: numbers `[n, some]` to be added up.
 
-    Everything is added up in place, and only then along the coordinates: a sum between two loads would make the second wait for
-    the first. `AHEAD` loads are under way before one is waited for.
+    Added up here, they would halt the loads of whatever follows: warps meet for that. `AHEAD` loads are under way before one is
+    waited for.
     """
     chunk = min(pl.next_power_of_2(d_model), max(16, (CHUNK if vocab_axis == 0 else 8 * CHUNK) // ids.shape[0]))
     dims = [(zero + start + lax.broadcasted_iota(jnp.int32, (chunk,), 0))[None, :] for start in range(0, d_model, chunk)]
@@ -62,14 +62,14 @@ def products(plt, h_ref, w_ref, rows, ids, keep, zero, *, d_model, vocab_axis):
         total += widened(waiting.pop(0), h.dtype).astype(jnp.float32) * h.astype(jnp.float32)
         if i + ahead < len(dims):
             waiting.append(of_table(dims[i + ahead]))
-    return jnp.sum(total, axis=1)
+    return total
 
 
 def group_products(plt, h_ref, w_ref, row, group, zero, *, vocab, d_model, vocab_axis, wanted=True):
     """Raw logits `[16]` of the group whose first id is `group`; 0 unless `wanted`."""
     ids = group + lax.broadcasted_iota(jnp.int32, (noise.GROUP,), 0)
-    return products(plt, h_ref, w_ref, jnp.full_like(ids, row), ids, (ids < vocab) & wanted, zero, d_model=d_model,
-                    vocab_axis=vocab_axis)
+    return jnp.sum(products(plt, h_ref, w_ref, jnp.full_like(ids, row), ids, (ids < vocab) & wanted, zero, d_model=d_model,
+                            vocab_axis=vocab_axis), axis=1)
 
 
 def group_option(plt, ref, row, group, ids, vocab):

@@ -1,11 +1,11 @@
-"""`search` on NVIDIA GPUs, through Pallas' Triton backend: some programs a row, which share its groups by rank.
+"""`search` on NVIDIA GPUs, through Pallas' Triton backend: some programs a row, which share its groups.
 
 The tiles of a row are put into columns, and with n programs the i-th has the columns whose best bounds have rank i, n + i,
-2 n + i, ... among them. It looks at its groups in the order of their bounds until the best score under r is above those. So what
-is looked at first is what is likely to win, no program looks at what only its own share of the row recommends, and to choose
-takes two reductions and not as many as there are programs. The programs of a row tell each other what they have found
-through one number in memory, the leader's score. What it is when they look changes how much they do and never what they find: a
-group that could have won is looked at, whoever is first. A tile says its best group and what bounds the others, which follow
+2 n + i, ... among them. It looks at its groups in the order of their bounds until the best score under r is above those. So
+what is looked at first is what is likely to win, no program looks at what only its own share of the row recommends, and to
+choose takes two reductions and not as many as there are programs. The programs of a row tell each other what they have found
+through one number in memory, the leader's score. What it is when they look changes how much they do and never what they find:
+a group that could have won is looked at, whoever is first. A tile says its best group and what bounds the others, which follow
 one by one.
 
 On one shard of several, a floor ends the search: a shard does not hear of what the others find.
@@ -67,7 +67,8 @@ def from_memory(number):
 
 
 def group_logits(plt, refs, law, raw, row, first, vocab):
-    """(ids, processed logits) `[16, 1]` of the group whose first id is `first`, from its raw logits `[16]`; -inf past the end."""
+    """(ids, processed logits) `[16, 1]` of the group whose first id is `first`, from its raw logits `[16]`; -inf past the end.
+    """
     ids = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP, 1), 0)
     *dense, valid = (*refs["dense"], None) if not law["has_valid"] else refs["dense"]
     own = Elementwise(**{name: group_option(plt, ref, row, first, ids, vocab)
@@ -108,7 +109,7 @@ def share_of_search(plt, p: Row, q: Row, keys, factor, told_ref, share, leader_r
 
     `p.known` needs no token where there is a race.
     """
-    zero = share - share  # a start that is not a constant: JAX refuses slices that it can see to end out of bounds, masked or not
+    zero = share - share  # a start that is not a constant: JAX refuses slices that it can see to end out of bounds
     tiles, in_tile = pl.cdiv(vocab, width), width // noise.GROUP
     padded = pl.next_power_of_2(tiles)
     columns = min(COLUMNS, padded)
@@ -187,7 +188,8 @@ def share_of_search(plt, p: Row, q: Row, keys, factor, told_ref, share, leader_r
                number(0.0, jnp.float32))
     done = jnp.zeros_like(tile)
     leader = from_memory(plt.load(leader_ref.at[leader_at]))
-    *_, drawn, log_drawn, high, low, token, log_p, mass = lax.while_loop(goes_on, look, (done, next_of(done)[1], leader, *nothing))
+    start = done, next_of(done)[1], leader, *nothing
+    *_, drawn, log_drawn, high, low, token, log_p, mass = lax.while_loop(goes_on, look, start)
     return search.Found(high, low, token, log_p, mass, None), drawn, log_drawn
 
 

@@ -41,23 +41,22 @@ def merged(plt, refs, rows, merge, empties):
     return lax.fori_loop(1, pl.cdiv(num_pieces, size), with_part, part(0)) if size < num_pieces else part(0)
 
 
-def log_law_at(plt, refs, law, rows, ids, t, known, wanted, zero):
-    """Log-probabilities of one token `ids` of each row, all `[n]`."""
+def log_law_at(plt, refs, law, rows, ids, t, known, raw):
+    """Log-probabilities of one token `ids` of each row, all `[n]`, from its `products`."""
     side = dual.Side(refs["h"], None, t, Elementwise(), known)
     if refs["h"] is None:
         return dual.log_law(None, ids, side)
-    raw = products(plt, refs["h"], refs["w"], rows, ids, wanted, zero, d_model=law["d_model"], vocab_axis=law["vocab_axis"])
     options = {name: plt.load(ref.at[ids] if len(ref.shape) == 1 else ref.at[rows, ids])
                for name, ref in zip(law["dense"], refs["dense"], strict=False)}
     own = Elementwise(**{name: x != 0 if x.dtype == jnp.int8 else x for name, x in options.items()})
-    x = processed_logits(model_logits(raw, law["scale"], law["soft_cap"], own.weight_scale), own)
+    x = processed_logits(model_logits(jnp.sum(raw, axis=1), law["scale"], law["soft_cap"], own.weight_scale), own)
     return dual.log_law(x, ids, side)
 
 
 def kernel(
-    *refs,  # of both laws what `arguments_of` lists, with pieces in place of normalisers, and vectors of both with the target; drafted tokens i32 [requests *
-    # draft_len] (their number i32 [requests]); scores i32 [tiles, all rows]; outputs: tokens, their log p [requests *
-    # (draft_len + 1)], accepted tokens [requests]; what programs say [shares, requests]; vectors of `pack` again
+    *refs,  # of both laws what `arguments_of` lists, with pieces in place of normalisers, and vectors of both with the target;
+    # drafted tokens i32 [requests * draft_len] (their number i32 [requests]); scores i32 [tiles, all rows]; outputs: tokens,
+    # their log p [requests * (draft_len + 1)], accepted tokens [requests]; what programs say [shares, requests]; vectors again
     structure, laws, num_targets, num_columns, plt, sample, vocab, width, shares, draft_len,
 ):
     """What one program does: a share of a request."""
@@ -78,6 +77,10 @@ def kernel(
 
     t, keys = vectors_at(plt, target["vectors"], p_rows, zero, 2)
     t_q, _ = vectors_at(plt, None if draft["h"] is None else target["vectors"], num_targets + q_rows, zero, 0)
+    # What takes longest first: rows of the tables that no cache has.
+    raw_p, raw_q = (None if refs["h"] is None else products(plt, refs["h"], refs["w"], rows, ids, is_real, zero,
+                                                            d_model=law["d_model"], vocab_axis=law["vocab_axis"])
+                    for refs, law, rows in ((target, laws[0], p_rows), (draft, laws[1], q_rows)))
     won = merged(plt, target["normalizer"], p_rows, lambda x: race.merge(x, t), (-jnp.inf, 0.0, race.NO_ID, -jnp.inf, 0.0))
     nowhere = jnp.full_like(token, -1)
     p_known = dual.Normalizer(won.top, won.total, nowhere, jnp.zeros_like(won.top))
@@ -85,16 +88,16 @@ def kernel(
     if draft["h"] is not None:
         mass = merged(plt, draft["normalizer"], q_rows, lambda x: race.merge_masses(x, t_q), (-jnp.inf, race.NO_ID, 0.0))
         q_known = dual.Normalizer(mass.top, mass.total, mass.argmax, None)
-    log_p, log_q = (log_law_at(plt, refs, law, rows, ids, t, known, is_real, zero) for refs, law, rows, t, known in (
-        (target, laws[0], p_rows, t, p_known), (draft, laws[1], q_rows, t_q, q_known)))
+    log_p = log_law_at(plt, target, laws[0], p_rows, ids, t, p_known, raw_p)
+    log_q = log_law_at(plt, draft, laws[1], q_rows, ids, t_q, q_known, raw_q)
     is_real &= dual.is_law(p_known) & dual.is_law(q_known)
     coin = noise.log_coin(keys[0], keys[1], 0)
 
     at = lambda x, j: jnp.sum(jnp.where(place == j, x, jnp.zeros_like(x)), axis=0, keepdims=True)  # noqa: E731
     least = lambda condition: jnp.min(jnp.where(condition, place, draft_len))  # noqa: E731
     tree_at = lambda tree, j: jax.tree.map(lambda x: at(x, j), tree)  # noqa: E731
-    # Where it is cold, the token drawn from p is known to the last bit, and at 0 the only one. It is asked for where the drafted
-    # one may be it, up to the first that is rejected all the same.
+    # Where it is cold, the token drawn from p is known to the last bit, and at 0 the only one. It is asked for where the
+    # drafted one may be it, up to the first that is rejected all the same.
     is_accepted = coin < log_p - log_q  # a NaN where p and q are 0: not accepted
     is_cold = is_real & (t < WARM) & (token >= won.winner) & (token < won.winner + noise.GROUP)
     is_cold &= place < least(~(is_real & (is_cold | is_accepted)))
@@ -157,8 +160,8 @@ def verify_chain(target: dual.Side, draft: dual.Side, keys, tokens, lens, *, rac
     t, num_targets = target.t, requests * (draft_len + 1)
     if draft.h is not None:
         t = jnp.concatenate([t, draft.t])
-    # One small kernel of XLA packs what all others read of the rows of both laws, and zeros that programs count from. Behind the
-    # draft's rows there is room for a tile.
+    # One small kernel of XLA packs what all others read of the rows of both laws, and zeros that programs count from. Behind
+    # the draft's rows there is room for a tile.
     num_columns = t.shape[0]
     padded = tuple(jnp.pad(x, (0, num_columns - num_targets)) for x in keys)
     vectors = pack(t, padded, spare=256 + requests)
@@ -173,8 +176,8 @@ def verify_chain(target: dual.Side, draft: dual.Side, keys, tokens, lens, *, rac
     shares = shares or choose_shares(requests)
     out, of_programs = (num_targets,), (shares, requests)
     i32, f32 = jnp.int32, jnp.float32
-    out_shape = [(out, i32), (out, f32), ((requests,), i32), *((of_programs, kind) for kind in (f32, f32, i32, f32, f32, i32, f32)),
-                 (vectors.shape, jnp.uint32)]
+    said = ((of_programs, kind) for kind in (f32, f32, i32, f32, f32, i32, f32))
+    out_shape = [(out, i32), (out, f32), ((requests,), i32), *said, (vectors.shape, jnp.uint32)]
     body = functools.partial(kernel, structure=structure, laws=(p_law, q_law), num_targets=num_targets,
                              num_columns=num_columns, plt=plt, sample=sample, vocab=vocab, width=scores.width, shares=shares,
                              draft_len=draft_len)

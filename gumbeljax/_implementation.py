@@ -128,7 +128,7 @@ def plan(h, w, implementation: str | Tuning | None, device: DeviceFacts, *, voca
 class Stages(NamedTuple):
     """What an implementation offers: a draw, the draw of a shard, the mass of the vocabulary, the masses of its groups, the
     draw of a shard with scores of its groups, the passes over two tables and the search that mostly does without them; each
-    None, or the draw under filters and the verification of a chain."""
+    None, or the draw under filters and the verification of a chain, with the two passes that it begins with."""
 
     draw: Callable
     piece: Callable
@@ -140,6 +140,8 @@ class Stages(NamedTuple):
     residual_search: Callable
     filtered_draw: Callable | None = None
     verify_chain: Callable | None = None
+    race_pieces: Callable | None = None
+    mass_pieces: Callable | None = None
 
 
 def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None) -> Stages:
@@ -163,14 +165,18 @@ def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None)
                "num_sms": device.cores or mosaic_tiles.NUM_SMS}
     filtered = functools.partial(triton_filtered.draw, plt=plt, **machine)
     chain = functools.partial(triton_walk.verify_chain, plt=plt)
-    by_triton = Stages(*(*one, *(functools.partial(f, plt=plt) for f in rest), filtered, chain))
+    pieces = (functools.partial(f, plt=plt, tiles=tiles if implementation == "triton" else None)
+              for f in (triton.race_pieces, triton.mass_pieces))
+    by_triton = Stages(*one, *(functools.partial(f, plt=plt) for f in rest), filtered, chain, *pieces)
     if implementation == "triton":
         return by_triton
     machine["tiles"] = tiles
     return by_triton._replace(draw=functools.partial(mosaic.draw, plt=plt, **machine),
                               piece=functools.partial(mosaic.piece, plt=plt, **machine),
                               scored_piece=functools.partial(mosaic.scored_piece, plt=plt, **machine),
-                              mass=functools.partial(mosaic.stage1_mass, plt=plt, **machine))
+                              mass=functools.partial(mosaic.stage1_mass, plt=plt, **machine),
+                              race_pieces=functools.partial(mosaic.race_pieces, **machine),
+                              mass_pieces=functools.partial(mosaic.mass_pieces, **machine))
 
 
 def precision_of(precision, dtype) -> jax.lax.Precision | None:

@@ -49,13 +49,15 @@ def last(steps: Iterator, value: Any = None) -> Any:
 
 
 def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_model, tiles, num_sms, sample=0,
-           with_scores=False, with_logits=True):
+           with_scores=False, with_logits=True, vectors=None, column=0):
     """Runs the kernel; the leaves of a race (high, low, top, total[, model total], winner), of a mass (top, total, argmax), or
     of logits (top, total[, model total]), each `[pieces of the vocabulary, rows and padding]`. After a race, unless
     `with_logits` is false, the model logits of each winning group `[pieces, rows, 16]`, and `with_scores` also
     `race.Scores.told`, a tile being the `tiles.vocab` ids of a warpgroup. After logits, the raw ones
     `[rows and padding, ids and padding]`, and of each group the largest processed one and that of `sample_of`,
     `[rows and padding, groups and padding]`.
+
+    `vectors`: what `triton_merge.pack` says of these rows from `column` on, where it was made for more than them.
 
     A program keeps one tile of rows and walks over every n-th tile of the vocabulary. Its third warpgroup fetches ahead, over
     the ends of tiles too; the other two draw from the logits of one tile while the tensor cores make those of the next.
@@ -85,8 +87,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         whole = row_tiles // pair // 2 * pair * cta_m
         parts = [launch(h[part], w, keys and tuple(x[part] for x in keys), t[part], options, mgpu=mgpu, wanted=wanted,
                         vocab=vocab, vocab_axis=vocab_axis, with_model=with_model, tiles=tiles, num_sms=num_sms, sample=sample,
-                        with_scores=with_scores, with_logits=with_logits)
-                 for part in (slice(0, whole), slice(whole, None))]
+                        with_scores=with_scores, with_logits=with_logits, vectors=vectors, column=column + part.start)
+                 for part in (slice(0, whole), slice(whole, num_rows))]
         return [jnp.concatenate(part, 1) for part in zip(*parts, strict=True)]
     walkers = min(num_sms // row_tiles, vocab_tiles)  # programs that share the vocabulary of a tile of rows
     twins = 2 if tiles.pair_vocab and walkers > 1 else 1
@@ -99,7 +101,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     h_rows = min(cta_m, pl.cdiv(num_rows, 8 * twins) * 8 * twins)
     kept = m if tiles.split_rows else h_rows  # rows of a warpgroup whose results are stored: of few, those lie close together
     rows = row_tiles * (wgs * m if tiles.split_rows else kept)
-    vectors = triton_merge.pack(t, keys if wanted == "race" else ())
+    words = keys if wanted == "race" else ()
+    vectors = triton_merge.pack(t, words) if vectors is None else vectors
     num_floats = {"race": 4 + with_model, "mass": 2, "logits": 2 + with_model}[wanted]
 
     def buffer(shape, dtype=h.dtype, slots=slots):
@@ -244,7 +247,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                     return part
 
                 tile = Tile(group, n // noise.GROUP, first_id)
-                mine = [row_vector(mgpu, vectors_gmem.at[i, pl.ds(first_row, m)]) for i in range(vectors.shape[0])]
+                my_columns = pl.ds(column + first_row, m)
+                mine = [row_vector(mgpu, vectors_gmem.at[i, my_columns]) for i in range(2 + len(words))]
                 my_t, scale = (lax.bitcast_convert_type(v, jnp.float32) for v in mine[:2])
                 if wanted == "mass":
                     steps_of_tile = mass_steps(tile, scale, best)
@@ -371,6 +375,17 @@ def piece(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, sample=0, v
                               plt=plt, vocab=vocab, sample=sample)
 
 
+def race_pieces(h, w, keys, t, options=Elementwise(), *, mgpu, vocab, vectors, sample=0, vocab_axis=0, precision=None,
+                tiles=None, num_sms=NUM_SMS) -> tuple[race.Race, race.Scores]:
+    """What the pieces of the vocabulary say, `[pieces, rows and padding]`, and the scores of their groups."""
+    del precision
+    tiles = tiles or choose_tiles(h.shape[0], vocab, vocab_axis, num_sms, w.dtype.itemsize)
+    high, low, top, total, winner, told = launch(
+        h, w, keys, t, options, mgpu=mgpu, wanted="race", vocab=vocab, vocab_axis=vocab_axis, with_model=False, tiles=tiles,
+        num_sms=num_sms, sample=sample, with_scores=True, with_logits=False, vectors=vectors)
+    return race.Race(high, low, winner, top, total), race.Scores(told, tiles.vocab)
+
+
 def scored_piece(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, sample=0, vocab_axis=0, precision=None,
                  tiles=None, num_sms=NUM_SMS) -> tuple[Piece, race.Scores]:
     """As `xla.scored_piece`."""
@@ -412,10 +427,15 @@ def stage1_logits(h, w, t, options=Elementwise(), *, mgpu, vocab, vocab_axis=0, 
     return Logits(raw, group_top, sample, top, total, model[0] if with_model else None)
 
 
-def stage1_mass(h, w, t, options=Elementwise(), *, mgpu, plt, vocab, vocab_axis=0, precision=None, tiles=None,
-                num_sms=NUM_SMS):
-    """As `xla.stage1_mass`: Mass of the processed law, each leaf `[rows]`."""
+def mass_pieces(h, w, t, options=Elementwise(), *, mgpu, vocab, vocab_axis=0, precision=None, tiles=None, num_sms=NUM_SMS,
+                vectors=None, column=0) -> race.Mass:
+    """The masses of the pieces of the vocabulary, `[pieces, rows and padding]`."""
     del precision
     top, total, argmax = launch(h, w, None, t, options, mgpu=mgpu, wanted="mass", vocab=vocab, vocab_axis=vocab_axis,
-                                with_model=False, tiles=tiles, num_sms=num_sms)
-    return triton_merge.merge_masses(race.Mass(top, argmax, total), t, plt=plt)
+                                with_model=False, tiles=tiles, num_sms=num_sms, vectors=vectors, column=column)
+    return race.Mass(top, argmax, total)
+
+
+def stage1_mass(h, w, t, options=Elementwise(), *, plt, **shape):
+    """As `xla.stage1_mass`: Mass of the processed law, each leaf `[rows]`."""
+    return triton_merge.merge_masses(mass_pieces(h, w, t, options, **shape), t, plt=plt)

@@ -229,17 +229,32 @@ def _piece(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, s
     return drawn, out[-1], tiles.vocab
 
 
+def race_pieces(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, sample=0, vocab_axis=0, precision=None,
+                tiles=None, vectors=None, interpret=False) -> tuple[race.Race, race.Scores]:
+    """What the tiles of the vocabulary say, `[tiles, rows]`, and their groups' scores. `vectors` are for other kernels."""
+    del vectors
+    tiles = tiles or default_tiles(h.shape[0], h.shape[1], h.dtype, w.dtype)
+    *won, told = launch(h, w, keys, t, options, plt=plt, wanted="race", vocab=vocab, sample=sample, vocab_axis=vocab_axis,
+                        precision=precision, with_model=False, tiles=tiles, interpret=interpret, with_scores=True)
+    return race.Race(*won), race.Scores(told, tiles.vocab)
+
+
 def draw(*arguments, **options) -> Draw:
     """As `xla.draw`; arguments as in `piece`."""
     return piece(*arguments, **options).draw
 
 
-def stage1_mass(h, w, t, options: Elementwise = Elementwise(), *, plt, vocab, vocab_axis=0, precision=None, tiles=None,
-                interpret=False):
+def mass_pieces(h, w, t, options: Elementwise = Elementwise(), *, plt, vocab, vocab_axis=0, precision=None, tiles=None,
+                vectors=None, column=0, interpret=False) -> race.Mass:
+    """The masses of the tiles of the vocabulary, `[tiles, rows]`. `vectors` are for other kernels."""
+    del vectors, column
+    return race.Mass(*launch(h, w, None, t, options, plt=plt, wanted="mass", vocab=vocab, sample=0, vocab_axis=vocab_axis,
+                             precision=precision, with_model=False, tiles=tiles, interpret=interpret))
+
+
+def stage1_mass(h, w, t, *arguments, **options) -> race.Mass:
     """As `xla.stage1_mass`: Mass of the processed law, each leaf `[rows]`."""
-    out = launch(h, w, None, t, options, plt=plt, wanted="mass", vocab=vocab, sample=0, vocab_axis=vocab_axis,
-                 precision=precision, with_model=False, tiles=tiles, interpret=interpret)
-    return race.merge_masses(race.Mass(*out), t)
+    return race.merge_masses(mass_pieces(h, w, t, *arguments, **options), t)
 
 
 def stage1_groups(h, w, t, options: Elementwise = Elementwise(), *, plt, vocab, vocab_axis=0, precision=None, tiles=None,

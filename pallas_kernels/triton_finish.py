@@ -15,6 +15,9 @@ from pallas_kernels import noise, race
 from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.logits import Elementwise, model_logits, processed_logits
 
+CHUNK = 2**12  # numbers of a table that a program of 16 warps reads with one instruction: 8 a thread, and a warp has one token
+AHEAD = 16  # such reads, of 16 bits, on the way at the same time
+
 
 def given(options: Elementwise) -> list:
     """The options that kernels read from memory: the dense ones in order, then `valid`."""
@@ -36,21 +39,37 @@ def like(arguments, shape, dtype):
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))
 
 
-def group_products(plt, h_ref, w_ref, row, group, zero, *, vocab, d_model, vocab_axis, chunk):
-    """Raw logits `[16]` of the group whose first id is `group`."""
-    total = jnp.zeros((noise.GROUP,), jnp.float32)
-    for start in range(0, d_model, chunk):  # unrolled: all loads are in flight together
-        start = zero + start
-        dims = start + lax.broadcasted_iota(jnp.int32, (chunk,), 0)
-        token = group + lax.broadcasted_iota(jnp.int32, (noise.GROUP,), 0)
-        keep = (token < vocab)[:, None] & (dims < d_model)[None, :]
-        if vocab_axis == 0:
-            w = plt.load(w_ref.at[pl.ds(group, noise.GROUP), pl.ds(start, chunk)], mask=keep, other=0.0)
-        else:
-            w = plt.load(w_ref.at[pl.ds(start, chunk), pl.ds(group, noise.GROUP)], mask=keep.T, other=0.0).T
-        h = plt.load(h_ref.at[row, pl.ds(start, chunk)], mask=dims < d_model, other=0.0)
-        total += jnp.sum(widened(w, h.dtype).astype(jnp.float32) * h.astype(jnp.float32)[None, :], axis=1)
+def products(plt, h_ref, w_ref, rows, ids, keep, zero, *, d_model, vocab_axis):
+    """Raw logits of the tokens `ids` `[n]`, each with its row of h, 0 where not `keep`: numbers `[n, some]` to be added up.
+
+    Added up here, they would halt the loads of whatever follows: warps meet for that. `AHEAD` loads are under way before one is
+    waited for.
+    """
+    chunk = min(pl.next_power_of_2(d_model), max(16, (CHUNK if vocab_axis == 0 else 8 * CHUNK) // ids.shape[0]))
+    dims = [(zero + start + lax.broadcasted_iota(jnp.int32, (chunk,), 0))[None, :] for start in range(0, d_model, chunk)]
+
+    def load(ref, at, d, own):
+        exists = jnp.broadcast_to(d < d_model, (ids.shape[0], chunk)) & own[:, None]
+        return plt.load(ref.at[at], mask=exists, other=0.0)
+
+    def of_table(d):
+        return load(w_ref, (ids[:, None], d) if vocab_axis == 0 else (d, ids[:, None]), d, keep)
+
+    ahead = max(1, 2 * AHEAD // w_ref.dtype.itemsize)
+    waiting, total = [of_table(d) for d in dims[:ahead]], jnp.zeros((ids.shape[0], chunk), jnp.float32)
+    for i, d in enumerate(dims):
+        h = load(h_ref, (rows[:, None], d), d, keep)
+        total += widened(waiting.pop(0), h.dtype).astype(jnp.float32) * h.astype(jnp.float32)
+        if i + ahead < len(dims):
+            waiting.append(of_table(dims[i + ahead]))
     return total
+
+
+def group_products(plt, h_ref, w_ref, row, group, zero, *, vocab, d_model, vocab_axis, wanted=True):
+    """Raw logits `[16]` of the group whose first id is `group`; 0 unless `wanted`."""
+    ids = group + lax.broadcasted_iota(jnp.int32, (noise.GROUP,), 0)
+    return jnp.sum(products(plt, h_ref, w_ref, jnp.full_like(ids, row), ids, (ids < vocab) & wanted, zero, d_model=d_model,
+                            vocab_axis=vocab_axis), axis=1)
 
 
 def group_option(plt, ref, row, group, ids, vocab):
@@ -65,7 +84,7 @@ def kernel(
     t_ref,  # f32 [rows]
     *refs,  # w [vocab, d_model] or [d_model, vocab], unless h holds the logits; u32 [rows] x num_keys; dense options; valid
     # i32 [1]; per tile: high, low, winner, top, total [tiles, rows] (model top, total); outputs
-    has_w, with_model, scale, soft_cap, num_keys, dense, has_valid, sample, plt, vocab, d_model, vocab_axis, num_tiles, chunk,
+    has_w, with_model, scale, soft_cap, num_keys, dense, has_valid, sample, plt, vocab, d_model, vocab_axis, num_tiles,
 ):
     """What one program does: the draw of its row."""
     refs = list(refs)
@@ -93,8 +112,7 @@ def kernel(
     if w_ref is None:
         raw = plt.load(h_ref.at[row, pl.ds(group, noise.GROUP)], mask=(ids < vocab)[:, 0], other=0.0)
     else:
-        raw = group_products(plt, h_ref, w_ref, row, group, zero, vocab=vocab, d_model=d_model, vocab_axis=vocab_axis,
-                             chunk=chunk)
+        raw = group_products(plt, h_ref, w_ref, row, group, zero, vocab=vocab, d_model=d_model, vocab_axis=vocab_axis)
 
     own = Elementwise(**{name: group_option(plt, ref, row, group, ids, vocab) for name, ref in dense_refs.items()})
     model = model_logits(raw[:, None], scale, soft_cap, own.weight_scale)
@@ -122,7 +140,7 @@ def finish(h, w, keys, t, options: Elementwise, tiles: race.Race, model_tiles, *
     body = functools.partial(
         kernel, has_w=w is not None, with_model=model_tiles is not None, scale=options.scale, soft_cap=options.soft_cap,
         num_keys=len(keys), dense=tuple(options.dense()), has_valid=options.valid is not None, sample=sample, plt=plt,
-        vocab=vocab, d_model=d_model, vocab_axis=vocab_axis, num_tiles=num_tiles, chunk=min(2048, pl.next_power_of_2(d_model)))
+        vocab=vocab, d_model=d_model, vocab_axis=vocab_axis, num_tiles=num_tiles)
     f32, i32 = (like(arguments, (num_rows,), dtype) for dtype in (jnp.float32, jnp.int32))
     outputs = (i32, f32, f32, f32, race.Race(f32, f32, i32, f32, f32),
                None if model_tiles is None else race.Mass(f32, i32, f32))

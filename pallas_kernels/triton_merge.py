@@ -27,14 +27,15 @@ class Head(NamedTuple):
     vocab_axis: int
 
 
-def pack(t, keys=()):
-    """Temperatures, `log2(e) / T` and the words of the keys as one uint32 `[2 + keys, rows]`, with room for a tile of any size.
+def pack(t, keys=(), spare=0):
+    """Temperatures, `log2(e) / T` and the words of the keys as one uint32 `[2 + keys, rows]`, with room for a tile of any size,
+    and at least `spare` columns of zeros.
 
     Both stages ask for it, and XLA makes it once: one small kernel, where every array of its own would be one more.
     """
     vectors = t, inverse_temperature(t) * LOG2_E, *keys
     packed = jnp.stack([lax.bitcast_convert_type(x, jnp.uint32) for x in vectors])
-    return jnp.pad(packed, ((0, 0), (0, -t.shape[0] % 256)))
+    return jnp.pad(packed, ((0, 0), (0, spare + -(t.shape[0] + spare) % 256)))
 
 
 def kernel(
@@ -86,8 +87,7 @@ def kernel(
 
 def group_of(plt, h_ref, w_ref, row, first, zero, *, scale, soft_cap, d_model, vocab, vocab_axis):
     """Model logits `[16, 1]` of the group whose first id is `first`."""
-    chunk = min(2048, pl.next_power_of_2(d_model))
-    x = group_products(plt, h_ref, w_ref, row, first, zero, vocab=vocab, d_model=d_model, vocab_axis=vocab_axis, chunk=chunk)
+    x = group_products(plt, h_ref, w_ref, row, first, zero, vocab=vocab, d_model=d_model, vocab_axis=vocab_axis)
     return model_logits(x[:, None], scale, soft_cap)
 
 

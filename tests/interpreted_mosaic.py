@@ -142,6 +142,11 @@ def test_scores_of_the_tiles_equal_the_oracle(rows, num_sms, tiles):
         np.testing.assert_array_equal(plain.pop(), logits)
     for a, b in zip(plain, kept, strict=True):
         np.testing.assert_array_equal(a, b)
+    mass = functools.partial(mosaic_stage1, h, w, (), canonical_temperature(t), Elementwise(), wanted="mass", vocab=vocab,
+                             tiles=tiles, num_sms=num_sms)
+    behind_others = triton_merge.pack(canonical_temperature(np.concatenate([t[::-1] + 1, t])), spare=256)
+    for a, b in zip(mass(), mass(vectors=behind_others, column=rows), strict=True):
+        np.testing.assert_array_equal(a, b)
     high, low, top, total, _, winner = kept
     finish = functools.partial(triton_merge.merge, tuple(jnp.asarray(words.T)), canonical_temperature(t),
                                race.Race(high, low, winner, top, total), None, plt=plt, vocab=vocab, sample=3, interpret=True)

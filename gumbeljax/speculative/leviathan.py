@@ -161,6 +161,21 @@ def _score(target: dual.Side, q: dual.Side, tokens: Array, lens: Array | None, r
     return Scores(proposed, log_p, log_q, factors.reshape(-1, *shape), masses.reshape(-1, *shape))
 
 
+def _verify_chain(target: Operands, draft: Operands | None, tokens, lens, keys, config: Config,
+                  draft_config: Config | None) -> Outcome:
+    """`verify_drafts` of one chain, `tokens [requests, draft_len]`, by the kernel that does all behind the passes."""
+    stages, mass_pieces = config.stages(), None
+    p, q = _side(target, config, None), draft_side(None, None, tokens.reshape(-1))
+    if draft is not None and draft_config is not None:
+        q = _side(draft, draft_config, None)
+        mass_pieces = functools.partial(draft_config.stages().mass_pieces, **draft_config.shape_arguments())
+    tokens, log_probs, position = stages.verify_chain(
+        p, q, keys, tokens, lens, sample=FROM_TARGET, vocab=config.vocab, mass_pieces=mass_pieces,
+        race_pieces=functools.partial(stages.race_pieces, **config.shape_arguments()))
+    none = jnp.zeros_like(position)
+    return Outcome(tokens, position, log_probs, none, none > 0)
+
+
 @functools.partial(jax.jit, static_argnames=("target_config", "draft_config"))
 def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, *, target_config: Config,
                   draft_config: Config | None) -> Outcome:
@@ -175,19 +190,16 @@ def verify_drafts(target: Operands, draft: Operands | None, tokens, lens, keys, 
         token, log_p = (x.reshape(requests, num_chains) for x in (drawn.token, drawn.processed_log_prob))
         none = jnp.zeros(requests, jnp.int32)
         return Outcome(token[:, :1], none, log_p[:, :1], none, none > 0)
+    stages = stages_of_both(target_config, draft_config)
+    if stages.verify_chain is not None and num_chains == 1 and not config.axis_name:
+        return _verify_chain(target, draft, tokens[:, 0], None if lens is None else lens[:, 0], of_rows, target_config,
+                             draft_config)
     p, group_scores = target_side(target, config, of_rows)
     rows = jnp.arange(requests * num_chains * positions).reshape(requests, num_chains, positions)
     if draft is not None:  # one table after the other: together they would need the memory of two blocks
         draft, normalizer = xla.keep_order((draft, p.normalizer))
         p = p._replace(normalizer=normalizer)
     q = draft_side(draft, draft_config, tokens.reshape(-1))
-    stages = stages_of_both(target_config, draft_config)
-    if stages.verify_chain is not None and num_chains == 1 and not config.axis_name:
-        tokens, log_probs, position = stages.verify_chain(group_scores, p, q, of_rows, tokens[:, 0],
-                                                          None if lens is None else lens[:, 0], sample=FROM_TARGET,
-                                                          vocab=config.vocab)
-        none = jnp.zeros_like(position)
-        return Outcome(tokens, position, log_probs, none, none > 0)
     scores = _score(p, q, tokens, lens, rows, config, stages)
     coins = log_coins(keys, num_chains)
     stop = walk_one(scores, coins) if num_chains == 1 else walk(tokens, scores, coins)

@@ -379,7 +379,7 @@ def race_pieces(h, w, keys, t, options=Elementwise(), *, mgpu, vocab, vectors, s
                 tiles=None, num_sms=NUM_SMS) -> tuple[race.Race, race.Scores]:
     """What the pieces of the vocabulary say, `[pieces, rows and padding]`, and the scores of their groups."""
     del precision
-    tiles = tiles or choose_tiles(h.shape[0], vocab, vocab_axis, num_sms, w.dtype.itemsize)
+    tiles = tiles or choose_tiles(h.shape[0], vocab, vocab_axis, num_sms, w.dtype.itemsize, h.shape[1])
     high, low, top, total, winner, told = launch(
         h, w, keys, t, options, mgpu=mgpu, wanted="race", vocab=vocab, vocab_axis=vocab_axis, with_model=False, tiles=tiles,
         num_sms=num_sms, sample=sample, with_scores=True, with_logits=False, vectors=vectors)

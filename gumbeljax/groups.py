@@ -77,7 +77,7 @@ def summarize(logits: ArrayLike, key: Key, *, first_id: ArrayLike = 0) -> Summar
         return Summary(nothing, nothing.astype(jnp.int32), nothing)
     t = jnp.ones_like(words[0], jnp.float32)
     keys = (*words, jnp.full_like(words[0], first.astype(jnp.uint32)))
-    draw, won, _ = xla.piece(logits.reshape(-1, n), None, keys, t, vocab=n)
+    draw, won = xla.piece(logits.reshape(-1, n), None, keys, t, vocab=n)[:2]
     token = jnp.where(draw.token < 0, -1, draw.token + first.astype(jnp.int32))
     is_empty = won.top == -jnp.inf
     nan_unless = jnp.where(is_empty, -jnp.inf, jnp.nan)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import kept
+from pallas_kernels import kept, noise
 from pallas_kernels import triton_prefix as prefix
 from pallas_kernels.kept import Kept, Mass
 from pallas_kernels.triton_filter_search import Found
@@ -77,14 +77,14 @@ def bound_of(over, ends, guess, wanted, most: int):
 def write_down(shape: Shape, ref, row, x, ids, least):
     """Writes down the ids of tokens `[groups, 16]` with a logit of at least `least`, as many as `RANKED`.
 
-    What goes from thread to thread is of groups, and not of tokens.
+    One store of all of them: Triton moves what it needs to other threads, once, and would for each store of a column.
     """
-    lane = lax.broadcasted_iota(jnp.int32, (1, x.shape[1]), 1)
+    lane = lax.broadcasted_iota(jnp.int32, (1, noise.GROUP), 1)
     bits = jnp.sum(jnp.where(x >= least, jnp.int32(1) << lane, 0), axis=1, dtype=jnp.int32)
     count = lax.population_count(bits)
     first = prefix.cumsum(count) - count
     places = first[:, None] + lax.population_count(bits[:, None] & ((jnp.int32(1) << lane) - 1))
-    scatter(shape, ref, row, places, ids, (((bits[:, None] >> lane) & 1) > 0) & (places < RANKED))
+    scatter(shape, ref, row, places, ids, (x >= least) & (places < RANKED))
 
 
 def rank(shape: Shape, refs: Inputs, ref, row, own: Row, number) -> Ranked:
@@ -103,7 +103,8 @@ def rank(shape: Shape, refs: Inputs, ref, row, own: Row, number) -> Ranked:
     def compare(chunk, sums):
         """With some of them, which lie along the middle axis."""
         others = jnp.asarray(chunk, jnp.int32) * WIDTH + lax.broadcasted_iota(jnp.int32, (WIDTH,), 0)
-        other_ids, bits, *their = (shape.plt.load(ref.at[row, RANKED * i + others])[None, :, None] for i in range(2 + len(words)))
+        loaded = [shape.plt.load(ref.at[row, RANKED * i + others]) for i in range(2 + len(words))]
+        other_ids, bits, *their = (a[None, :, None] for a in loaded)
         other = lax.bitcast_convert_type(bits, jnp.float32)
         is_before = (other > x[:, None]) | ((other == x[:, None]) & (other_ids < ids[:, None]))
         return tuple(a + jnp.where(is_before, word, 0) for a, word in zip(sums, their or [1], strict=True))

@@ -31,19 +31,21 @@ from pallas_kernels.triton_shapes import DRAWN, IN_SPAN, RANKED, SETTLED, WHOLE,
 
 
 def is_leading(shape: Shape, own: Row, group_top):
-    """(which groups, in tiles, have a logit of at least a bound; the bound; whether they are all that have any).
+    """(which groups, in tiles, have a logit of at least a bound; the bound; whether they are all that have any; how many they
+    are, or None where they have to be counted).
 
     There are at most `listed`, and not fewer than top_k asks for or 3/8 of `listed`; where the bound is inf, there are none.
     """
     is_over = lambda x, low: (x >= low) & (x < jnp.inf)  # noqa: E731
     if shape.num_groups <= shape.listed:
         low = jnp.float32(prefix.LEAST_FINITE)
-        return [is_over(x, low) for x in group_top], low, jnp.bool_(True)
+        return [is_over(x, low) for x in group_top], low, jnp.bool_(True), None
     wanted = jnp.int32(shape.listed * 3 // 8)
     if own.top_k is not None:
         most = jnp.int32(shape.listed - shape.listed // 8)
         wanted = jnp.where(prefix.is_on(own, shape.vocab)[0], jnp.minimum(jnp.maximum(wanted, own.top_k), most), wanted)
-    guess = guess_of(prefix.in_lanes(jnp.max, jnp.maximum, group_top), shape.num_groups, wanted + (shape.listed - wanted) * 3 // 8)
+    aim = wanted + ((shape.listed - wanted) * 3 >> 3)
+    guess = guess_of(prefix.in_lanes(jnp.max, jnp.maximum, group_top), shape.num_groups, aim)
     count = functools.partial(jnp.sum, dtype=jnp.int32)
     over = lambda low: prefix.number(prefix.in_lanes(count, jnp.add, [is_over(x, low) for x in group_top]))  # noqa: E731
 
@@ -51,8 +53,8 @@ def is_leading(shape: Shape, own: Row, group_top):
         finite = [jnp.where(x > -jnp.inf, x, jnp.inf) for x in group_top]
         return jnp.min(prefix.in_lanes(jnp.min, jnp.minimum, finite)), jnp.max(prefix.in_lanes(jnp.max, jnp.maximum, group_top))
 
-    low, _ = bound_of(over, ends, guess, wanted, shape.listed)
-    return [is_over(x, low) for x in group_top], low, low == prefix.LEAST_FINITE
+    low, number = bound_of(over, ends, guess, wanted, shape.listed)
+    return [is_over(x, low) for x in group_top], low, low == prefix.LEAST_FINITE, number
 
 
 def end_of(shape: Shape, refs, ref, row, own: Row, x, ids, least, is_whole) -> Found:
@@ -98,11 +100,12 @@ def settle(*refs, shape: Shape, trees):
         return own._replace(top=top, total=total)
 
     if shape.has_prefix:  # of which the groups need not know the mass: it is added up while their tokens are fetched
-        listed, least, is_whole = is_leading(shape, own, group_top)
+        listed, least, is_whole, num_listed = is_leading(shape, own, group_top)
     else:
-        own, least, is_whole = with_mass(), jnp.float32(prefix.LEAST_FINITE), jnp.bool_(False)
+        own, num_listed = with_mass(), None
         listed = [prefix.is_above(x, own) for x in group_top]
-    num_listed = list_down(shape, list_ref, row, listed)
+    counted = list_down(shape, list_ref, row, listed)
+    num_listed = counted if num_listed is None else num_listed
     place = lax.broadcasted_iota(jnp.int32, (shape.listed,), 0)
     groups = listed_ids(shape, list_ref, row, place, num_listed)
     ids, _, x = tokens_of(shape, refs, row, groups, place < num_listed)

@@ -36,7 +36,7 @@ from pallas_kernels.triton_merge import pack
 from pallas_kernels.triton_prefix import FEW
 from pallas_kernels.triton_rows import block_of, pieces_each, put, row_of, scatter, split, tokens_at, tokens_of
 from pallas_kernels.triton_settle import settle
-from pallas_kernels.triton_shapes import WARPS_TO_CONCLUDE, WARPS_TO_SETTLE, Inputs, Shape, State, Summary, Sweep
+from pallas_kernels.triton_shapes import RANKED, WARPS_TO_CONCLUDE, WARPS_TO_SETTLE, Inputs, Shape, State, Summary, Sweep
 
 
 def summarise(*refs, shape: Shape, trees):
@@ -100,7 +100,7 @@ def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, mgpu=Non
 
     number, row, last = of(i32), of(f32), Kept(of(i32), of(i32))
     piece = of(f32, shape.num_pieces)
-    few = of(i32, FEW)
+    few = of(i32, max(FEW, 4 * RANKED))
     token = Draw(number, row, row, row, row)
 
     if made is None:

@@ -170,12 +170,12 @@ def is_in_prefix(x, ids, end: Kept):
 
 def masses(row: Row):
     """The measure of top_p, in fixed point."""
-    return lambda x, ids: kept.fixed_point(weight_of(x, row), row.total[None])
+    return lambda x, ids: kept.in_units(weight_of(x, row), kept.units(row.total))
 
 
 def everything(row: Row) -> Mass:
     """The mass of the whole row, from its float32 sum."""
-    return Mass(*(number(m) for m in kept.fixed_point(row.total[None, None], row.total[None])))
+    return kept.in_units(row.total, kept.units(row.total))
 
 
 def is_above(x, row: Row):

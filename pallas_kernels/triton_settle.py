@@ -10,9 +10,10 @@ from pallas_kernels import finish as finishing
 from pallas_kernels import kept, noise, race
 from pallas_kernels import triton_prefix as prefix
 from pallas_kernels.finish import Draw
-from pallas_kernels.triton_filter_search import search
-from pallas_kernels.triton_kept import drawn, kept_of, race_of
-from pallas_kernels.triton_prefix import Span, Tokens
+from pallas_kernels.triton_filter_search import Found, search
+from pallas_kernels.triton_kept import in_winner, race_of
+from pallas_kernels.triton_prefix import Row, Span, Tokens
+from pallas_kernels.triton_ranks import bound_of, end_among, guess_of, rank, write_down
 from pallas_kernels.triton_rows import (
     barrier,
     column_load,
@@ -26,7 +27,64 @@ from pallas_kernels.triton_rows import (
     spread_load,
     tokens_of,
 )
-from pallas_kernels.triton_shapes import DRAWN, IN_SPAN, SETTLED, WHOLE, Shape, State
+from pallas_kernels.triton_shapes import DRAWN, IN_SPAN, RANKED, SETTLED, WHOLE, Shape, State
+
+
+def is_leading(shape: Shape, own: Row, group_top):
+    """(which groups, in tiles, have a logit of at least a bound; the bound; whether they are all that have any; how many they
+    are, or None where they have to be counted).
+
+    There are at most `listed`, and not fewer than top_k asks for or 3/8 of `listed`; where the bound is inf, there are none.
+    """
+    is_over = lambda x, low: (x >= low) & (x < jnp.inf)  # noqa: E731
+    if shape.num_groups <= shape.listed:
+        low = jnp.float32(prefix.LEAST_FINITE)
+        return [is_over(x, low) for x in group_top], low, jnp.bool_(True), None
+    wanted = jnp.int32(shape.listed * 3 // 8)
+    if own.top_k is not None:
+        most = jnp.int32(shape.listed - shape.listed // 8)
+        wanted = jnp.where(prefix.is_on(own, shape.vocab)[0], jnp.minimum(jnp.maximum(wanted, own.top_k), most), wanted)
+    aim = wanted + ((shape.listed - wanted) * 3 >> 3)
+    guess = guess_of(prefix.in_lanes(jnp.max, jnp.maximum, group_top), shape.num_groups, aim)
+    count = functools.partial(jnp.sum, dtype=jnp.int32)
+    over = lambda low: prefix.number(prefix.in_lanes(count, jnp.add, [is_over(x, low) for x in group_top]))  # noqa: E731
+
+    def ends():
+        finite = [jnp.where(x > -jnp.inf, x, jnp.inf) for x in group_top]
+        return jnp.min(prefix.in_lanes(jnp.min, jnp.minimum, finite)), jnp.max(prefix.in_lanes(jnp.max, jnp.maximum, group_top))
+
+    low, number = bound_of(over, ends, guess, wanted, shape.listed)
+    return [is_over(x, low) for x in group_top], low, low == prefix.LEAST_FINITE, number
+
+
+def end_of(shape: Shape, refs, ref, row, own: Row, x, ids, least, is_whole) -> Found:
+    """The end of the prefix, if it lies among tokens `[groups, 16]` from `least` on: these are all there are, and those below
+    too where it `is_whole`. It is looked for among some hundreds of the largest, and if it is not there, in all of them."""
+    wanted = jnp.int32(RANKED * 3 // 8)
+    if own.top_k is not None:
+        wanted = jnp.maximum(jnp.minimum(own.top_k, RANKED - RANKED // 8), wanted)
+    over = lambda low: prefix.number(x >= low)  # noqa: E731
+    ends = lambda: (jnp.min(jnp.min(jnp.where(x > -jnp.inf, x, jnp.inf), axis=1)), own.top)  # noqa: E731
+    from_, number = bound_of(over, ends, least, wanted, RANKED)
+    write_down(shape, ref, row, x, ids, from_)
+    ranked = rank(shape, refs, ref, row, own, number)
+    found = end_among(ranked, own, is_whole & (from_ == prefix.LEAST_FINITE), shape.vocab)
+    is_k, is_p = prefix.is_on(own, shape.vocab)
+
+    def in_all():
+        span = Span(kept.ordered_keys(least), kept.ordered_keys(own.top) + 1, prefix.nothing())
+        return search(Tokens(((x, ids),)), own, span, few_of(shape, refs, ref, row), is_whole, shape.vocab)
+
+    return prefix.branch((is_k | is_p) & ~found.is_found & (from_ > least), in_all, lambda: found)
+
+
+def list_down(shape: Shape, ref, row, is_listed):
+    """Writes down the groups, in tiles, that are to be listed; how many they are."""
+    places, number = prefix.places_in_lanes([x.astype(jnp.int32) for x in is_listed])
+    for place, ids, is_in in zip(places, spread_iota(shape.num_groups), is_listed, strict=True):
+        scatter(shape, ref, row, place, ids, is_in & (place < shape.listed))
+    barrier(shape)
+    return number
 
 
 def settle(*refs, shape: Shape, trees):
@@ -35,65 +93,50 @@ def settle(*refs, shape: Shape, trees):
     row = pl.program_id(0)
     group_top = spread_load(shape, given.group_top, row, shape.num_groups, -jnp.inf)  # first: the rest waits for less then
     own = row_of(shape, refs, row)
-    top, total = race.mass_of(column_load(shape, given.top, row, -jnp.inf), column_load(shape, given.total, row, 0.0), own.t)
-    own = own._replace(top=top, total=total)
-    has_law = finishing.has_law(top, total)
+    tops, totals = column_load(shape, given.top, row, -jnp.inf), column_load(shape, given.total, row, 0.0)
+
+    def with_mass():
+        top, total = race.mass_of(tops, totals, own.t)
+        return own._replace(top=top, total=total)
+
+    if shape.has_prefix:  # of which the groups need not know the mass: it is added up while their tokens are fetched
+        listed, least, is_whole, num_listed = is_leading(shape, own, group_top)
+    else:
+        own, num_listed = with_mass(), None
+        listed = [prefix.is_above(x, own) for x in group_top]
+    counted = list_down(shape, list_ref, row, listed)
+    num_listed = counted if num_listed is None else num_listed
+    place = lax.broadcasted_iota(jnp.int32, (shape.listed,), 0)
+    groups = listed_ids(shape, list_ref, row, place, num_listed)
+    ids, _, x = tokens_of(shape, refs, row, groups, place < num_listed)
+    if shape.has_prefix:
+        own = with_mass()
+    has_law = finishing.has_law(own.top, own.total)
     is_k, is_p = (has_law & on for on in prefix.is_on(own, shape.vocab))
     if own.top_k is not None:
         own = own._replace(top_k=jnp.where(is_k, own.top_k, 0))
     if own.top_p is not None:
         own = own._replace(top_p=jnp.where(is_p, own.top_p, 1.0))
-
-    count = functools.partial(jnp.sum, dtype=jnp.int32)
-    over = lambda low: prefix.number(prefix.in_lanes(count, jnp.add, [x >= low for x in group_top]))  # noqa: E731
-    finite = lambda tiles: [jnp.where(x > -jnp.inf, x, jnp.inf) for x in tiles]  # noqa: E731
-    least = lambda tiles: jnp.min(prefix.in_lanes(jnp.min, jnp.minimum, finite(tiles)))  # noqa: E731
-    lowest = least(group_top)
-    is_whole = over(prefix.LEAST_FINITE) <= shape.listed
-    wanted = jnp.int32(shape.listed // 2)
-    if own.top_k is not None:
-        wanted = jnp.minimum(jnp.maximum(wanted, own.top_k), shape.listed - shape.listed // 8)
-
-    def halve(state):
-        low, high, num_over, rounds = state
-        middle = 0.5 * low + 0.5 * high
-        num = over(middle)
-        fits = num <= shape.listed
-        return jnp.where(fits, low, middle), jnp.where(fits, middle, high), jnp.where(fits, num, num_over), rounds + 1
-
-    _, high, num_over, _ = lax.while_loop(lambda state: ~is_whole & (state[2] < wanted) & (state[3] < 24), halve,
-                                          (lowest, top, over(top), jnp.int32(0)))
-    lowest_listed = jnp.where(is_whole, prefix.LEAST_FINITE, jnp.where(num_over > shape.listed, jnp.inf, high))
-    listed = [(x >= lowest_listed) & (x < jnp.inf) for x in group_top]
-    places, num_listed = prefix.places_in_lanes([x.astype(jnp.int32) for x in listed])
-    for place, ids, is_listed in zip(places, spread_iota(shape.num_groups), listed, strict=True):
-        scatter(shape, list_ref, row, place, ids, is_listed & (place < shape.listed))
-    barrier(shape)
-    place = lax.broadcasted_iota(jnp.int32, (shape.listed,), 0)
-    groups = listed_ids(shape, list_ref, row, place, num_listed)
-    ids, model, x = tokens_of(shape, refs, row, groups, place < num_listed)
-    span = Span(kept.ordered_keys(lowest_listed), kept.ordered_keys(top) + 1, prefix.nothing())
-    found = search(Tokens(((x, ids),)), own, span, few_of(shape, refs, few_ref, row), is_whole, shape.vocab)
-    is_drawn = ~has_law | is_whole | found.is_found  # the tokens listed have all that are kept
-    if own.min_p is not None:  # it ends before the others do
-        is_drawn |= ~prefix.is_above(lowest_listed, own) & ~(is_k & is_p)
+    if shape.has_prefix:
+        found = end_of(shape, refs, few_ref, row, own, x, ids, least, is_whole)
+        is_drawn = ~has_law | is_whole | found.is_found  # the tokens listed have all that are kept
+        if own.min_p is not None:  # it ends before the others do
+            is_drawn |= ~prefix.is_above(least, own) & ~(is_k & is_p)
+        end = found.end
+    else:
+        is_drawn, end = ~has_law | (num_listed <= shape.listed), prefix.no_end(shape.vocab)
 
     def guessed():
         samples = spread_load(shape, given.sample, row, shape.num_groups, jnp.inf)
-        start = least(samples)
+        start = jnp.min(prefix.in_lanes(jnp.min, jnp.minimum, [jnp.where(x > -jnp.inf, x, jnp.inf) for x in samples]))
         low, high = prefix.undecided_span(samples, own, is_k, start, shape.vocab)
         low = kept.ordered_keys(jnp.where(low > start, low, prefix.LEAST_FINITE))
-        high = kept.ordered_keys(high) + (high >= top).astype(jnp.int32)
+        high = kept.ordered_keys(high) + (high >= own.top).astype(jnp.int32)
         return jnp.where(is_k & is_p, jnp.int32(WHOLE), jnp.int32(IN_SPAN)), low, high
 
     def drawn_here():
-        first_ids = noise.GROUP * groups
-        raced = race_of(own, found.end, jnp.max(x, axis=1), ids, x, first_ids)
-        is_winner = (first_ids == raced.winner)[:, None]
-        of_winner = lambda a: jnp.max(jnp.where(is_winner, a, -jnp.inf), axis=0)  # noqa: E731
-        of_group = raced.winner + lax.broadcasted_iota(jnp.int32, (noise.GROUP,), 0)
-        kept_x = jnp.where(kept_of(x, ids, own, found.end), x, -jnp.inf)
-        return drawn(shape, own, raced, given, row, of_group, of_winner(model), of_winner(kept_x))
+        raced = race_of(own, end, jnp.max(x, axis=1), ids, x, noise.GROUP * groups)
+        return in_winner(shape, refs, own, end, given, raced, row)
 
     none = lambda: Draw(jnp.int32(-1), *[jnp.float32(jnp.nan)] * 4)  # noqa: E731
     put(shape, draw, row, prefix.branch(is_drawn, drawn_here, none))
@@ -104,4 +147,4 @@ def settle(*refs, shape: Shape, trees):
 
     rest = guessed if shape.has_prefix else done
     kind, low, high = prefix.branch(is_drawn | ~(is_k | is_p), done, rest)
-    put(shape, out, row, State(kind, top, total, low, high, found.end))
+    put(shape, out, row, State(kind, own.top, own.total, low, high, end))

@@ -9,7 +9,8 @@ from pallas_kernels.kept import Kept
 
 PIECE, BLOCK = 128, 128  # groups that a program reads at a time; those of one that only adds up
 CHUNK = 256  # groups of which a program for a row draws at a time
-LISTED = 256  # groups whose tokens a program holds in registers; it lists at least half as many, if there are
+LISTED = 256  # groups whose tokens a program holds in registers; it lists at least 3/8 as many, if there are
+RANKED = 256  # tokens each of which is compared with each
 STREAMED = 512  # groups that one of 16 warps reads at a time where it reads a whole row
 WARPS_TO_SETTLE, WARPS_TO_CONCLUDE = 8, 16
 LANES = 32 * WARPS_TO_SETTLE  # threads of a program that settles a row

@@ -74,6 +74,41 @@ def test_every_path_finds_the_kept_set(vocab):
     assert_right(logits, options, got, twin, is_kept, words)
 
 
+def rows_for_ranks(vocab, rng):
+    """Rows on which the bounds that `settle` guesses do well, and badly."""
+    x = rng.normal(size=vocab).astype(np.float32)
+    ids, groups = np.arange(vocab), np.arange(vocab) // 16
+    return [
+        x,
+        x.round(1) * 4,  # ties, some hundreds at each of the larger values
+        np.where(ids < 1200, 6 + x.round(2), x),  # more tokens of the leading groups than are ranked
+        np.where(ids < 1200, 6.0, x),  # and they tie
+        np.zeros(vocab),
+        np.where(ids % 16 == 3, 2.0, 0.0),  # every group has the same maximum
+        np.where(groups % 3 == 0, x + 40, x),  # outliers in every lane
+        np.where(groups % 11 == 0, x, -np.inf),  # all groups that are left are listed
+        np.where(ids % 3001 == 5, x, -np.inf),
+    ]
+
+
+@pytest.mark.parametrize("names", ["kp", "k", "p", pytest.param("kpm", marks=pytest.mark.slow)])
+def test_ranks_decide_what_bisection_would(names):
+    """The end of a prefix among the largest tokens: ties, more tokens than fit, counts and masses at the edges."""
+    vocab = 16 * 420
+    base = rows_for_ranks(vocab, np.random.default_rng(3))
+    cases = [(1, 0.9, 0.0), (50, 1e-9, 0.0), (50, 0.95, 0.1), (224, 0.5, 0.0), (230, 1 - 1e-6, 0.3), (300, 0.999, 0.0),
+             (0, 0.3, 0.0), (0, 0.97, 0.6), (6000, 0.05, 0.0), (vocab - 1, 1.0, 0.0), (0, 1.0, 1.0)]
+    logits = np.repeat(np.stack(base), len(cases), axis=0).astype(np.float32)
+    k, p, m = (np.tile(a, len(base)) for a in zip(*cases, strict=True))
+    options = Options(1.0, k if "k" in names else 0, p if "p" in names else 1.0, m if "m" in names else 0.0)
+    filters = knobs.filters_of(options, len(logits))
+    on = Filters(**{name: filters[name] for letter, name in zip("kpm", Filters._fields, strict=True) if letter in names})
+    words = heads.keys_of(0, len(logits))[1]
+    t = canonical_temperature(filters["temperature"])
+    got, twin, is_kept = both(jnp.asarray(logits), tuple(jnp.asarray(words.T)), t, on, {}, vocab=vocab)
+    assert_right(logits, options, got, twin, is_kept, words)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab, rows", [(1, 1), (16, 5), (37, 5)])
 def test_small_vocabularies(vocab, rows):

@@ -59,7 +59,7 @@ def log_law(x, ids, side: Side):
     """Log-probabilities of the tokens `ids` with processed logits x, `[n, rows]`; never above 0."""
     known, t = side.normalizer, side.t
     if side.h is None:
-        return jnp.where(ids == known.token, 0.0, -jnp.inf)
+        return jnp.where(ids == known.token, jnp.float32(0.0), -jnp.inf)
     log_total, known_log_prob = known.log_total(), known.token_log_prob
     if known_log_prob is None:
         known_log_prob = jnp.where(t == 0.0, 0.0, -log_total)

@@ -93,7 +93,7 @@ def kernel(
     is_real &= dual.is_law(p_known) & dual.is_law(q_known)
     coin = noise.log_coin(keys[0], keys[1], 0)
 
-    at = lambda x, j: jnp.sum(jnp.where(place == j, x, jnp.zeros_like(x)), axis=0, keepdims=True)  # noqa: E731
+    at = lambda x, j: jnp.sum(jnp.where(place == j, x, 0), axis=0, keepdims=True, dtype=x.dtype)  # noqa: E731
     least = lambda condition: jnp.min(jnp.where(condition, place, draft_len))  # noqa: E731
     tree_at = lambda tree, j: jax.tree.map(lambda x: at(x, j), tree)  # noqa: E731
     # Where it is cold, the token drawn from p is known to the last bit, and at 0 the only one. It is asked for where the

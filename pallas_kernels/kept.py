@@ -292,7 +292,7 @@ def last_kept(x, t, top, filters: Filters, by_row: bool) -> Kept:
 
     # The groups with the largest maxima first.
     maxima = jnp.max(grouped(orderly(x), -jnp.inf), axis=1).T
-    best, chosen = lax.top_k(maxima, min(LEADING, maxima.shape[1]))
+    best, chosen = lax.optimization_barrier(lax.top_k(maxima, min(LEADING, maxima.shape[1])))
     ids, pick = members(chosen, vocab)
     mass = None if weight is None else fixed_point(pick(weight, 0.0), total)
     find = lambda keys, ids, mass, target, p: end_of_prefix(keys, ids, mass, target, vocab)  # noqa: E731

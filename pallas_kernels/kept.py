@@ -15,6 +15,7 @@ largest lie in the k groups with the largest maxima, and a few halvings of the w
 Logits are `[vocab, rows]` here as elsewhere; what is searched runs along the last axis, where XLA's CPU code sums fastest.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +25,8 @@ from jax import lax
 from pallas_kernels import noise, race
 from pallas_kernels.logits import inverse_temperature
 
-LEADING, UNDECIDED = 128, 256  # groups searched instead of the whole row: those with the largest maxima; those left undecided
-HALVINGS = 8  # of the whole row, before the undecided groups are gathered
+LEADING, UNDECIDED = 128, 128  # groups searched instead of the whole row: those with the largest maxima; those left undecided
+ROUNDS, SLACK = 20, 2e-6  # over the whole row, at most, before the undecided groups are gathered; relative error of their sums
 WHOLE, FINE = 30, 11  # bits of a mass: a row's whole mass is below 2^30, and the fine word counts 2^-11 of its unit
 ROOM = 1.001  # keeps totals that are powers of two, of flat and of peaked rows, away from where rounding would choose the unit
 MAX_VOCAB = 2**(31 - FINE) - 1  # fine words of more tokens could leave int32
@@ -112,12 +113,17 @@ def share(mass: Mass, p) -> Mass:
     return Mass(whole.astype(jnp.int32), jnp.where((whole == 0.0) & (fine == 0.0), 1.0, fine).astype(jnp.int32))
 
 
+def minus(a: Mass, b: Mass) -> Mass:
+    """a - b, for a >= b."""
+    return carried(a.whole - b.whole, a.fine - b.fine)
+
+
 def at_least(a: Mass, b: Mass):
     """a >= b, both carried."""
     return (a.whole > b.whole) | ((a.whole == b.whole) & (a.fine >= b.fine))
 
 
-def bisect(holds, low, high, steps: int):
+def bisect(holds, low, high, steps):
     """Halves the gap between low, where the falling predicate `holds` is true, and high, where it is not; int32 `[rows]`."""
     def step(_, ends):
         low, high = ends
@@ -132,16 +138,17 @@ def bisect(holds, low, high, steps: int):
 def end_of_prefix(keys, ids, mass: Mass, target: Mass, vocab: int) -> Kept:
     """The end of the shortest prefix of the tokens given, `[rows, n]`, whose mass is at least `target`."""
     low, high = jnp.full_like(keys[:, 0], LOWEST), jnp.max(keys, axis=1) + 1
-    return end_between(keys, ids, mass, target, low, high, Mass(*map(jnp.zeros_like, target)), vocab)
+    return end_between(keys, ids, mass, target, low, high, Mass(*map(jnp.zeros_like, target)), vocab, 32)
 
 
-def end_between(keys, ids, mass: Mass, target: Mass, low, high, above: Mass, vocab: int) -> Kept:
-    """As `end_of_prefix`, when the end lies at a key in [low, high) and `above` is the mass from `high` on, given or not."""
+def end_between(keys, ids, mass: Mass, target: Mass, low, high, above: Mass, vocab: int, steps) -> Kept:
+    """As `end_of_prefix`, when the end lies at a key in [low, high), found in so many steps, and `above` is the mass from high
+    on, given or not."""
     def plus(chosen):
         more = add_up(mass, chosen & (keys < high[:, None]))
         return carried(above.whole + more.whole, above.fine + more.fine)
 
-    key, _ = bisect(lambda key: at_least(plus(keys >= key[:, None]), target), low, high, 32)
+    key, _ = bisect(lambda key: at_least(plus(keys >= key[:, None]), target), low, high, steps)
     above = plus(keys > key[:, None])
     tied = keys == key[:, None]
     number = jnp.sum(tied, axis=1, dtype=jnp.int32)
@@ -170,6 +177,11 @@ def orderly(x):
     return jnp.where(x == 0.0, 0.0, jnp.where(jnp.isnan(x), -jnp.inf, x))
 
 
+def largest(a, n: int):
+    """`lax.top_k`, of which a part may be used: without the barrier XLA may sort the whole axis then."""
+    return lax.optimization_barrier(lax.top_k(a, n))
+
+
 def members(groups, vocab: int):
     """(ids of the tokens of the groups `[rows, n]`, a function that picks them out of `[vocab, rows]`), `[rows, 16 n]`."""
     ids = noise.GROUP * groups[:, :, None] + jnp.arange(noise.GROUP, dtype=jnp.int32)
@@ -181,60 +193,113 @@ def members(groups, vocab: int):
     return ids, pick
 
 
-def end_in_row(x, keys, ids, mass: Mass, target: Mass, low_value) -> Kept:
-    """`end_of_prefix` of a whole row `[rows, vocab]`, of which no token below `low_value` is needed."""
-    vocab = x.shape[1]
-    top, lowest = jnp.max(x, axis=1), ordered_keys(low_value)
-    there_is = add_up(mass, keys >= lowest[:, None])  # a count may ask for more tokens than have a mass
-    target = jax.tree.map(lambda a, b: jnp.where(at_least(there_is, target), a, b), target, there_is)
+def sums(f, *arrays):
+    """Sums along axis 0 of the arrays that f, elementwise, makes of these. Sixteen pieces are added up number by number: XLA's
+    CPU code takes several times as long for a sum of integers, and for each of several sums."""
+    pieces, size = noise.GROUP, arrays[0].shape[0] // noise.GROUP
+    if size < pieces:
+        return tuple(jnp.sum(a, axis=0, dtype=a.dtype) for a in f(*arrays))
+    parts = [f(*(a[i * size:(i + 1) * size] for a in arrays)) for i in range(pieces)]
+    added = lax.optimization_barrier(functools.reduce(lambda a, b: tuple(map(jnp.add, a, b)), parts))
+    rest = f(*(a[pieces * size:] for a in arrays))
+    return tuple(a + jnp.sum(b, axis=0, dtype=b.dtype) for a, b in zip(sums(lambda *a: a, *added), rest, strict=True))
 
-    def enough(key):
-        return at_least(add_up(mass, keys >= key[:, None]), target)
 
-    def halve(_, ends):
-        low, high, low_key, high_key = ends
-        middle = low + 0.5 * (high - low)
-        key = jnp.clip(ordered_keys(middle), low_key, high_key)
-        yes = enough(key)
-        return (jnp.where(yes, middle, low), jnp.where(yes, high, middle),
-                jnp.where(yes, key, low_key), jnp.where(yes, high_key, key))
+class Measure(NamedTuple):
+    """What a filter adds up over whole rows. Its values, `[vocab, rows]`, rise with the logits."""
 
-    start = low_value, top, lowest, ordered_keys(top) + 1
-    _, _, low, high = lax.fori_loop(0, HALVINGS, halve, start)
-    above = add_up(mass, keys >= high[:, None])
-    undecided = grouped(((keys >= low[:, None]) & (keys < high[:, None])).T, False).any(axis=1).T
+    values: Any
+    value_of: Any  # that of a logit
+    weigh: Any  # what a value counts, float32
+    mass: Any  # the same exactly, `unit` times as much
+    unit: Any
+
+
+def narrowed(measure: Measure, everything, spare, low, top):
+    """Logits (low, high, whether high has moved from the top) between which a prefix ends that leaves `spare` of everything,
+    and no more than `UNDECIDED` tokens lie, if that can be had.
+
+    Float32 sums of what is left decide. Where their rounding could, neither end moves, and the next place is another one."""
+    def is_wide(state):
+        number, low, _, below, most = state
+        return (number < ROUNDS) & jnp.any(most - below > UNDECIDED * measure.weigh(measure.value_of(low)))
+
+    def step(state):
+        number, low, high, below, most = state
+        middle = low + jnp.where(number % 2 == 0, 0.5, 0.375) * (high - low)
+        edge = measure.value_of(middle)
+        there, = sums(lambda a: (jnp.where(a < edge, measure.weigh(a), 0.0),), measure.values)
+        is_low, is_high = there < (1.0 - SLACK) * spare, there > (1.0 + SLACK) * spare
+        return (number + 1, jnp.where(is_low, middle, low), jnp.where(is_high, middle, high), jnp.where(is_low, there, below),
+                jnp.where(is_high, there, most))
+
+    start = jnp.int32(0), low, top, jnp.zeros_like(spare), everything
+    _, low, high, _, most = lax.while_loop(is_wide, step, start)
+    return low, high, most < everything
+
+
+def end_in_rows(x, measure: Measure, base: Mass, target: Mass, low, top) -> Kept:
+    """`end_of_prefix` of all tokens `[vocab, rows]`, which measure `base`, when none below `low` is needed."""
+    vocab, lowest, over = x.shape[0], ordered_keys(low), ordered_keys(top) + 1
+    low, high, is_below = narrowed(measure, *(as_float(m) / measure.unit for m in (base, minus(base, target))), low, top)
+    low, high = ordered_keys(low), jnp.where(is_below, ordered_keys(high), over)
+
+    def from_ends(x, values):
+        keys, mass = ordered_keys(x), measure.mass(values)
+        return tuple(jnp.where(keys >= end, m, 0) for end in (low, high) for m in mass)
+
+    there, fine, above, fine_above = sums(from_ends, x, measure.values)
+    there, above = carried(there, fine), carried(above, fine_above)
+    is_lower, is_higher = ~at_least(there, target), at_least(above, target)  # the float32 sums had it wrong
+
+    def choose(if_lower, if_higher, otherwise):
+        return jax.tree.map(lambda a, b, c: jnp.where(is_lower, a, jnp.where(is_higher, b, c)), if_lower, if_higher, otherwise)
+
+    low, high, above = choose((lowest, low, there), (high, over, Mass(*map(jnp.zeros_like, above))), (low, high, above))
+    steps = 32 - jnp.min(lax.clz(high - low - 1))
+    keys = ordered_keys(x)
+    undecided = jnp.max(grouped(((keys >= low) & (keys < high)).astype(jnp.float32), 0.0), axis=1).T
     few = min(UNDECIDED, undecided.shape[1])
 
+    def end(keys, ids, values):
+        mass = Mass(*(m.T for m in measure.mass(values.T)))
+        return end_between(keys, ids, mass, target, low, high, above, vocab, steps)
+
     def in_few():
-        part_ids, pick = members(lax.top_k(undecided.astype(jnp.float32), few)[1], vocab)
-        part = Mass(*(pick(m.T, 0) for m in mass))
-        return end_between(pick(keys.T, LOWEST), part_ids, part, target, low, high, above, vocab)
+        ids, pick = members(largest(undecided, few)[1], vocab)
+        return end(ordered_keys(pick(x, -jnp.inf)), ids, pick(measure.values, 0.0))
 
     def in_all():
-        return end_between(keys, ids, mass, target, low, high, above, vocab)
+        return end(keys.T, lax.broadcasted_iota(jnp.int32, keys.T.shape, 1), measure.values.T)
 
-    return lax.cond(jnp.all(jnp.sum(undecided, axis=1, dtype=jnp.int32) <= few), in_few, in_all)
+    are_few = (jnp.sum(undecided, axis=1) <= few) | ~jnp.isfinite(top)
+    return lax.cond(jnp.all(are_few), in_few, in_all)
 
 
-def search(keys, ids, mass: Any, everything: Any, filters: Filters, vocab: int, find) -> Kept:
-    """The prefix that top_k, then top_p keep of the tokens given; `everything` is the mass of the whole row, and
-    `find(keys, ids, mass, target, p)` the end of a prefix (p: what top_p asks for, None for a count)."""
+def search(ones, masses, everything: Any, filters: Filters, end_of, add) -> Kept:
+    """The prefix that top_k, then top_p keep; `everything` is the mass of the whole row.
+
+    `ones` and `masses(kept)` say what each token measures, masses only in the prefix `kept` (None: all tokens),
+    `add(measure)` all of that, and `end_of(measure, base, target)` the end of the shortest prefix with the target, of base."""
     top_k, top_p, _ = filters
-    kept = Kept(jnp.full_like(keys[:, 0], LOWEST), jnp.full_like(keys[:, 0], vocab))
+    kept = None
 
     def unless(off, a, b):
         return jax.tree.map(lambda a, b: jnp.where(off, a, b), a, b)
 
+    def end(off, measure, base, target):
+        target = unless(at_least(base, target), target, base)  # there may be fewer tokens, and a share is rounded
+        off_ends = Kept(*(jnp.full(off.shape, i, jnp.int32) for i in (LOWEST, race.NO_ID)))
+        one = Mass(*(jnp.full(off.shape, i, jnp.int32) for i in (1, 0)))  # found at once
+        return unless(off, off_ends, end_of(measure, base, unless(off, one, target)))
+
     if top_k is not None:
-        ones = Mass(jnp.ones_like(keys), jnp.zeros_like(keys))
-        kept = unless(top_k <= 0, kept, find(keys, ids, ones, Mass(top_k, jnp.zeros_like(top_k)), None))
+        kept = end(top_k <= 0, ones, add(ones), Mass(top_k, jnp.zeros_like(top_k)))
     if top_p is not None:
-        base = everything
-        if top_k is not None:
-            inside = is_kept(keys, ids, Kept(kept.key[:, None], kept.id[:, None]))
-            mass = Mass(*(jnp.where(inside, m, 0) for m in mass))
-            base = unless(top_k <= 0, everything, add_up(mass, True))
-        kept = unless(top_p >= 1.0, kept, find(keys, ids, lax.optimization_barrier(mass), share(base, top_p), top_p))
+        measure, off = masses(kept), top_p >= 1.0
+        base = everything if kept is None else unless(top_k <= 0, everything, add(measure))
+        of_p = end(off, measure, base, share(base, top_p))
+        kept = of_p if kept is None else unless(off, kept, of_p)
     return kept
 
 
@@ -254,22 +319,33 @@ def fits(maxima, keys, mass: Any, everything: Any, top, total, t, filters: Filte
     return in_count & in_mass
 
 
-def in_row(x, t, top, total, everything: Any, filters: Filters) -> Kept:
-    """The end of the prefix kept by top_k and top_p, from all of the logits `[rows, vocab]`."""
-    vocab = x.shape[1]
-    smallest = jnp.min(jnp.where(x > -jnp.inf, x, jnp.inf), axis=1)
+def in_rows(x, weight, t, top, total, everything: Any, filters: Filters) -> Kept:
+    """The end of the prefix kept by top_k and top_p, from all of the logits `[vocab, rows]` and their weights."""
+    vocab = x.shape[0]
+    smallest = jnp.minimum(jnp.min(jnp.where(x > -jnp.inf, x, jnp.inf), axis=0), top)
 
-    def find(keys, ids, mass, target, p):
-        low = jnp.minimum(smallest, top)
-        if p is not None:  # tokens below this could not add up to 1 - p, all together
-            base = total * as_float(target) / (jnp.maximum(p, 1e-6) * as_float(everything))
-            low = jnp.where(1.0 - p > 1e-6, jnp.minimum(top + t * jnp.log(0.5 * (1.0 - p) * base / vocab), top), low)
-        return end_in_row(x, keys, ids, mass, target, low)
+    def counted(x):
+        number = (x > -jnp.inf).astype(jnp.int32)
+        return Mass(number, jnp.zeros_like(number))
 
-    mass = None
-    if filters.top_p is not None:
-        mass = fixed_point(weights(x.T, t, top).T, total)
-    return search(ordered_keys(x), lax.broadcasted_iota(jnp.int32, x.shape, 1), mass, everything, filters, vocab, find)
+    ones = Measure(x, lambda x: x, jnp.ones_like, counted, jnp.ones_like(top))
+
+    def masses(kept):
+        inside = weight
+        if kept is not None:
+            ids = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+            inside = lax.optimization_barrier(jnp.where(is_kept(ordered_keys(x), ids, kept), weight, 0.0))
+        unit = units(total)
+        return Measure(inside, lambda x: weights(x, t, top), lambda weight: weight, lambda weight: in_units(weight, unit), unit)
+
+    def end_of(measure, base, target):
+        low = smallest
+        if measure is not ones:  # tokens below this do not add up to half of what may be left
+            spare = as_float(minus(base, target)) / measure.unit
+            low = jnp.where(spare > 0.0, jnp.clip(top + t * jnp.log(0.5 * spare / vocab), smallest, top), low)
+        return end_in_rows(x, measure, base, target, low, top)
+
+    return search(ones, masses, everything, filters, end_of, lambda measure: carried(*sums(measure.mass, measure.values)))
 
 
 def weights(x, t, top):
@@ -277,9 +353,38 @@ def weights(x, t, top):
     return jnp.exp((x - race.finite_or_zero(top)) * inverse_temperature(t))
 
 
-def last_kept(x, t, top, filters: Filters, by_row: bool) -> Kept:
+def in_leading(x, weight, t, top, total, everything: Any, filters: Filters, otherwise) -> Kept:
+    """The end of the prefix kept by top_k and top_p, from the groups with the largest maxima, or if those do not do from
+    `otherwise()`."""
+    vocab = x.shape[0]
+    maxima = jnp.max(grouped(orderly(x), -jnp.inf), axis=1).T
+    best, chosen = largest(maxima, min(LEADING, maxima.shape[1]))
+    ids, pick = members(chosen, vocab)
+    keys = ordered_keys(pick(x, -jnp.inf))
+    mass = None if weight is None else fixed_point(pick(weight, 0.0), total)
+
+    def masses(kept):
+        if kept is None:
+            return mass
+        inside = is_kept(keys, ids, Kept(kept.key[:, None], kept.id[:, None]))
+        return lax.optimization_barrier(Mass(*(jnp.where(inside, m, 0) for m in mass)))
+
+    def end_of(mass, base, target):
+        return end_of_prefix(keys, ids, mass, target, vocab)
+
+    def here():
+        ones = Mass(jnp.ones_like(keys), jnp.zeros_like(keys))
+        return search(ones, masses, everything, filters, end_of, lambda mass: add_up(mass, True))
+
+    if best.shape[1] == maxima.shape[1]:
+        return here()
+    fit = fits(best, keys, mass, everything, top, total, t, filters) | ~jnp.isfinite(top)
+    return lax.cond(jnp.all(fit), here, otherwise)
+
+
+def last_kept(x, t, top, filters: Filters) -> Kept:
     """The end of the prefix kept by top_k and top_p, of processed logits `[vocab, rows]`."""
-    vocab, rows = x.shape
+    vocab = x.shape[0]
     if filters.top_k is not None:
         filters = filters._replace(top_k=jnp.where(filters.top_k >= vocab, 0, filters.top_k))
     filters = filters._replace(min_p=None)
@@ -287,33 +392,12 @@ def last_kept(x, t, top, filters: Filters, by_row: bool) -> Kept:
     if filters.top_p is not None:
         weight = lax.optimization_barrier(weights(x, t, top))  # one value for every use, whatever is fused with it
         total = jnp.sum(weight, axis=0)
-        all_of = in_units(weight, units(total))  # summed where it lies: to turn it takes longer than to read it
-        everything = carried(*(jnp.sum(m, axis=0, dtype=jnp.int32) for m in all_of))
-
-    # The groups with the largest maxima first.
-    maxima = jnp.max(grouped(orderly(x), -jnp.inf), axis=1).T
-    best, chosen = lax.optimization_barrier(lax.top_k(maxima, min(LEADING, maxima.shape[1])))
-    ids, pick = members(chosen, vocab)
-    mass = None if weight is None else fixed_point(pick(weight, 0.0), total)
-    find = lambda keys, ids, mass, target, p: end_of_prefix(keys, ids, mass, target, vocab)  # noqa: E731
-    keys = ordered_keys(pick(x, -jnp.inf))
-    leading = search(keys, ids, mass, everything, filters, vocab, find)
-    if best.shape[1] == maxima.shape[1]:
-        return leading
-    fit = fits(best, keys, mass, everything, top, total, t, filters)
-
-    def one_row(row):
-        fit, leading, *of_row = jax.tree.map(lambda a: a[None], row)
-        r, rest = of_row[0][0], of_row[1:]
-        wide = lambda: in_row(lax.dynamic_slice_in_dim(x, r, 1, axis=1).T, *rest)  # noqa: E731
-        return jax.tree.map(lambda a: a[0], lax.cond(fit[0], lambda: leading, wide))
-
-    operands = t, top, total, everything, filters
-    if by_row:  # only the rows that need it are searched again
-        every_row = lambda: lax.map(one_row, (fit, leading, jnp.arange(rows), *operands))  # noqa: E731
-    else:
-        every_row = lambda: jax.tree.map(lambda a, b: jnp.where(fit, a, b), leading, in_row(x.T, *operands))  # noqa: E731
-    return lax.cond(jnp.all(fit), lambda: leading, every_row)
+        everything = carried(*sums(lambda weight: in_units(weight, units(total)), weight))
+    whole = functools.partial(in_rows, x, weight, t, top, total, everything, filters)
+    leading = functools.partial(in_leading, x, weight, t, top, total, everything, filters, whole)
+    if filters.top_k is not None or vocab <= noise.GROUP * LEADING:
+        return leading()
+    return lax.platform_dependent(cpu=whole, default=leading)  # for a mass alone a CPU is as fast on the whole row
 
 
 def is_above(x, t, top, min_p):
@@ -321,16 +405,13 @@ def is_above(x, t, top, min_p):
     return (min_p <= 0.0) | ((x - race.finite_or_zero(top)) * inverse_temperature(t) >= jnp.log(min_p))
 
 
-def kept_set(x, t, filters: Filters, *, by_row: bool = False):
-    """bool `[vocab, rows]`: the tokens of the processed logits x that the filters leave; NaN logits stay, to be seen later.
-
-    `by_row`: search row by row where the leading groups do not do, which is better for a CPU.
-    """
+def kept_set(x, t, filters: Filters):
+    """bool `[vocab, rows]`: the tokens of the processed logits x that the filters leave; NaN logits stay, to be seen later."""
     top = jnp.max(x, axis=0)
     out = x > -jnp.inf
     if filters.min_p is not None:
         out &= is_above(x, t, top, filters.min_p)
     if filters.top_k is not None or filters.top_p is not None:
         ids = lax.broadcasted_iota(jnp.int32, x.shape, 0)
-        out &= is_kept(ordered_keys(x), ids, last_kept(x, t, top, filters, by_row))
+        out &= is_kept(ordered_keys(x), ids, last_kept(x, t, top, filters))
     return out | jnp.isnan(x)

@@ -25,8 +25,8 @@ from jax import lax
 from pallas_kernels import noise, race
 from pallas_kernels.logits import inverse_temperature
 
-LEADING, UNDECIDED = 128, 128  # groups searched instead of the whole row: those with the largest maxima; those left undecided
-ROUNDS, SLACK = 20, 2e-6  # over the whole row, at most, before the undecided groups are gathered; relative error of their sums
+LEADING, UNDECIDED = 128, 64  # groups searched instead of the whole row: those with the largest maxima; those left undecided
+ROUNDS, NEAR, SLACK = 16, 1 / 32, 2e-6  # at most, over whole rows; how near they look; the relative error of their sums
 WHOLE, FINE = 30, 11  # bits of a mass: a row's whole mass is below 2^30, and the fine word counts 2^-11 of its unit
 ROOM = 1.001  # keeps totals that are powers of two, of flat and of peaked rows, away from where rounding would choose the unit
 MAX_VOCAB = 2**(31 - FINE) - 1  # fine words of more tokens could leave int32
@@ -113,6 +113,11 @@ def share(mass: Mass, p) -> Mass:
     return Mass(whole.astype(jnp.int32), jnp.where((whole == 0.0) & (fine == 0.0), 1.0, fine).astype(jnp.int32))
 
 
+def plus(a: Mass, b: Mass) -> Mass:
+    """a + b."""
+    return carried(a.whole + b.whole, a.fine + b.fine)
+
+
 def minus(a: Mass, b: Mass) -> Mass:
     """a - b, for a >= b."""
     return carried(a.whole - b.whole, a.fine - b.fine)
@@ -121,6 +126,11 @@ def minus(a: Mass, b: Mass) -> Mass:
 def at_least(a: Mass, b: Mass):
     """a >= b, both carried."""
     return (a.whole > b.whole) | ((a.whole == b.whole) & (a.fine >= b.fine))
+
+
+def either(condition, a, b):
+    """a where the condition holds, else b; pytrees."""
+    return jax.tree.map(functools.partial(jnp.where, condition), a, b)
 
 
 def bisect(holds, low, high, steps):
@@ -135,6 +145,11 @@ def bisect(holds, low, high, steps):
     return lax.fori_loop(0, steps, step, (low, high))
 
 
+def num_halvings(low, high):
+    """How many steps of `bisect` close every gap."""
+    return 32 - jnp.min(lax.clz(high - low - 1))
+
+
 def end_of_prefix(keys, ids, mass: Mass, target: Mass, vocab: int) -> Kept:
     """The end of the shortest prefix of the tokens given, `[rows, n]`, whose mass is at least `target`."""
     low, high = jnp.full_like(keys[:, 0], LOWEST), jnp.max(keys, axis=1) + 1
@@ -144,12 +159,11 @@ def end_of_prefix(keys, ids, mass: Mass, target: Mass, vocab: int) -> Kept:
 def end_between(keys, ids, mass: Mass, target: Mass, low, high, above: Mass, vocab: int, steps) -> Kept:
     """As `end_of_prefix`, when the end lies at a key in [low, high), found in so many steps, and `above` is the mass from high
     on, given or not."""
-    def plus(chosen):
-        more = add_up(mass, chosen & (keys < high[:, None]))
-        return carried(above.whole + more.whole, above.fine + more.fine)
+    def with_those(chosen):
+        return plus(above, add_up(mass, chosen & (keys < high[:, None])))
 
-    key, _ = bisect(lambda key: at_least(plus(keys >= key[:, None]), target), low, high, steps)
-    above = plus(keys > key[:, None])
+    key, _ = bisect(lambda key: at_least(with_those(keys >= key[:, None]), target), low, high, steps)
+    above = with_those(keys > key[:, None])
     tied = keys == key[:, None]
     number = jnp.sum(tied, axis=1, dtype=jnp.int32)
     one = Mass(*(jnp.max(jnp.where(tied, m, 0), axis=1) for m in mass))  # equal logits have equal masses
@@ -219,22 +233,25 @@ def narrowed(measure: Measure, everything, spare, low, top):
     """Logits (low, high, whether high has moved from the top) between which a prefix ends that leaves `spare` of everything,
     and no more than `UNDECIDED` tokens lie, if that can be had.
 
-    Float32 sums of what is left decide. Where their rounding could, neither end moves, and the next place is another one."""
+    Float32 sums of what is left decide, at three places a round: halfway, and around where it would be on a straight line.
+    Where their rounding could decide, neither end moves."""
     def is_wide(state):
         number, low, _, below, most = state
         return (number < ROUNDS) & jnp.any(most - below > UNDECIDED * measure.weigh(measure.value_of(low)))
 
-    def step(state):
+    def one_round(state):
         number, low, high, below, most = state
-        middle = low + jnp.where(number % 2 == 0, 0.5, 0.375) * (high - low)
-        edge = measure.value_of(middle)
-        there, = sums(lambda a: (jnp.where(a < edge, measure.weigh(a), 0.0),), measure.values)
-        is_low, is_high = there < (1.0 - SLACK) * spare, there > (1.0 + SLACK) * spare
-        return (number + 1, jnp.where(is_low, middle, low), jnp.where(is_high, middle, high), jnp.where(is_low, there, below),
-                jnp.where(is_high, there, most))
+        line = jnp.clip((spare - below) / (most - below), 2 * NEAR, 1.0 - 2 * NEAR)
+        places = [low + share * (high - low) for share in (0.5, line - NEAR, line + NEAR)]
+        edges = [measure.value_of(place) for place in places]
+        sums_below = sums(lambda a: tuple(jnp.where(a < edge, measure.weigh(a), 0.0) for edge in edges), measure.values)
+        for place, there in zip(places, sums_below, strict=True):
+            is_low, is_high = there < (1.0 - SLACK) * spare, there > (1.0 + SLACK) * spare
+            low, below = either(is_low & (place > low), (place, there), (low, below))
+            high, most = either(is_high & (place < high), (place, there), (high, most))
+        return number + 1, low, high, below, most
 
-    start = jnp.int32(0), low, top, jnp.zeros_like(spare), everything
-    _, low, high, _, most = lax.while_loop(is_wide, step, start)
+    _, low, high, _, most = lax.while_loop(is_wide, one_round, (jnp.int32(0), low, top, jnp.zeros_like(spare), everything))
     return low, high, most < everything
 
 
@@ -243,37 +260,37 @@ def end_in_rows(x, measure: Measure, base: Mass, target: Mass, low, top) -> Kept
     vocab, lowest, over = x.shape[0], ordered_keys(low), ordered_keys(top) + 1
     low, high, is_below = narrowed(measure, *(as_float(m) / measure.unit for m in (base, minus(base, target))), low, top)
     low, high = ordered_keys(low), jnp.where(is_below, ordered_keys(high), over)
-
-    def from_ends(x, values):
-        keys, mass = ordered_keys(x), measure.mass(values)
-        return tuple(jnp.where(keys >= end, m, 0) for end in (low, high) for m in mass)
-
-    there, fine, above, fine_above = sums(from_ends, x, measure.values)
-    there, above = carried(there, fine), carried(above, fine_above)
-    is_lower, is_higher = ~at_least(there, target), at_least(above, target)  # the float32 sums had it wrong
-
-    def choose(if_lower, if_higher, otherwise):
-        return jax.tree.map(lambda a, b, c: jnp.where(is_lower, a, jnp.where(is_higher, b, c)), if_lower, if_higher, otherwise)
-
-    low, high, above = choose((lowest, low, there), (high, over, Mass(*map(jnp.zeros_like, above))), (low, high, above))
-    steps = 32 - jnp.min(lax.clz(high - low - 1))
-    keys = ordered_keys(x)
-    undecided = jnp.max(grouped(((keys >= low) & (keys < high)).astype(jnp.float32), 0.0), axis=1).T
+    above = carried(*sums(lambda x, values: tuple(jnp.where(ordered_keys(x) >= high, m, 0) for m in measure.mass(values)),
+                          x, measure.values))
+    groups = grouped(x, -jnp.inf)
+    parts = (ordered_keys(groups[:, i]) for i in range(noise.GROUP))
+    undecided = functools.reduce(jnp.logical_or, ((keys >= low) & (keys < high) for keys in parts)).T
     few = min(UNDECIDED, undecided.shape[1])
+    few_ids, pick = members(largest(undecided.astype(jnp.float32), few)[1], vocab)
+    few_keys, few_values = ordered_keys(pick(x, -jnp.inf)), pick(measure.values, 0.0)
 
-    def end(keys, ids, values):
-        mass = Mass(*(m.T for m in measure.mass(values.T)))
-        return end_between(keys, ids, mass, target, low, high, above, vocab, steps)
+    def is_right(keys, mass):
+        inside = add_up(mass, (keys >= low[:, None]) & (keys < high[:, None]))
+        return at_least(plus(above, inside), target), ~at_least(above, target)  # of low, of high
+
+    def mass_of(values):
+        return Mass(*(m.T for m in measure.mass(values.T)))
 
     def in_few():
-        ids, pick = members(largest(undecided, few)[1], vocab)
-        return end(ordered_keys(pick(x, -jnp.inf)), ids, pick(measure.values, 0.0))
+        return end_between(few_keys, few_ids, few_mass, target, low, high, above, vocab, num_halvings(low, high))
 
     def in_all():
-        return end(keys.T, lax.broadcasted_iota(jnp.int32, keys.T.shape, 1), measure.values.T)
+        keys, mass = ordered_keys(x).T, mass_of(measure.values.T)
+        low_right, high_right = is_right(keys, mass)
+        start, stop = jnp.where(low_right, low, lowest), jnp.where(high_right, high, over)
+        beyond = Mass(*(jnp.where(high_right, m, 0) for m in above))
+        ids = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
+        return end_between(keys, ids, mass, target, start, stop, beyond, vocab, num_halvings(start, stop))
 
-    are_few = (jnp.sum(undecided, axis=1) <= few) | ~jnp.isfinite(top)
-    return lax.cond(jnp.all(are_few), in_few, in_all)
+    few_mass = mass_of(few_values)
+    low_right, high_right = is_right(few_keys, few_mass)
+    is_done = low_right & high_right & (jnp.sum(undecided, axis=1, dtype=jnp.int32) <= few) | ~jnp.isfinite(top)
+    return lax.cond(jnp.all(is_done), in_few, in_all)
 
 
 def search(ones, masses, everything: Any, filters: Filters, end_of, add) -> Kept:
@@ -284,22 +301,19 @@ def search(ones, masses, everything: Any, filters: Filters, end_of, add) -> Kept
     top_k, top_p, _ = filters
     kept = None
 
-    def unless(off, a, b):
-        return jax.tree.map(lambda a, b: jnp.where(off, a, b), a, b)
-
     def end(off, measure, base, target):
-        target = unless(at_least(base, target), target, base)  # there may be fewer tokens, and a share is rounded
+        target = either(at_least(base, target), target, base)  # there may be fewer tokens, and a share is rounded
         off_ends = Kept(*(jnp.full(off.shape, i, jnp.int32) for i in (LOWEST, race.NO_ID)))
         one = Mass(*(jnp.full(off.shape, i, jnp.int32) for i in (1, 0)))  # found at once
-        return unless(off, off_ends, end_of(measure, base, unless(off, one, target)))
+        return either(off, off_ends, end_of(measure, base, either(off, one, target)))
 
     if top_k is not None:
         kept = end(top_k <= 0, ones, add(ones), Mass(top_k, jnp.zeros_like(top_k)))
     if top_p is not None:
         measure, off = masses(kept), top_p >= 1.0
-        base = everything if kept is None else unless(top_k <= 0, everything, add(measure))
+        base = everything if kept is None else either(top_k <= 0, everything, add(measure))
         of_p = end(off, measure, base, share(base, top_p))
-        kept = of_p if kept is None else unless(off, kept, of_p)
+        kept = of_p if kept is None else either(off, kept, of_p)
     return kept
 
 
@@ -322,7 +336,6 @@ def fits(maxima, keys, mass: Any, everything: Any, top, total, t, filters: Filte
 def in_rows(x, weight, t, top, total, everything: Any, filters: Filters) -> Kept:
     """The end of the prefix kept by top_k and top_p, from all of the logits `[vocab, rows]` and their weights."""
     vocab = x.shape[0]
-    smallest = jnp.minimum(jnp.min(jnp.where(x > -jnp.inf, x, jnp.inf), axis=0), top)
 
     def counted(x):
         number = (x > -jnp.inf).astype(jnp.int32)
@@ -339,10 +352,11 @@ def in_rows(x, weight, t, top, total, everything: Any, filters: Filters) -> Kept
         return Measure(inside, lambda x: weights(x, t, top), lambda weight: weight, lambda weight: in_units(weight, unit), unit)
 
     def end_of(measure, base, target):
-        low = smallest
-        if measure is not ones:  # tokens below this do not add up to half of what may be left
-            spare = as_float(minus(base, target)) / measure.unit
-            low = jnp.where(spare > 0.0, jnp.clip(top + t * jnp.log(0.5 * spare / vocab), smallest, top), low)
+        if measure is ones:
+            low = jnp.minimum(jnp.min(jnp.where(x > -jnp.inf, x, jnp.inf), axis=0), top)
+        else:  # tokens below this have no mass, or all together less than may be left
+            spare = jnp.maximum(as_float(minus(base, target)) / vocab, 2.0**-FINE)
+            low = jnp.minimum(top + t * jnp.log(0.5 * spare / measure.unit), top)
         return end_in_rows(x, measure, base, target, low, top)
 
     return search(ones, masses, everything, filters, end_of, lambda measure: carried(*sums(measure.mass, measure.values)))

@@ -264,9 +264,10 @@ def end_in_rows(x, measure: Measure, base: Mass, target: Mass, low, top) -> Kept
                           x, measure.values))
     groups = grouped(x, -jnp.inf)
     parts = (ordered_keys(groups[:, i]) for i in range(noise.GROUP))
-    undecided = functools.reduce(jnp.logical_or, ((keys >= low) & (keys < high) for keys in parts)).T
-    few = min(UNDECIDED, undecided.shape[1])
-    few_ids, pick = members(largest(undecided.astype(jnp.float32), few)[1], vocab)
+    undecided = functools.reduce(jnp.logical_or, ((keys >= low) & (keys < high) for keys in parts))
+    undecided = lax.optimization_barrier(undecided.astype(jnp.float32))  # made once, before it is turned
+    few = min(UNDECIDED, undecided.shape[0])
+    few_ids, pick = members(largest(undecided.T, few)[1], vocab)
     few_keys, few_values = ordered_keys(pick(x, -jnp.inf)), pick(measure.values, 0.0)
 
     def is_right(keys, mass):
@@ -289,7 +290,7 @@ def end_in_rows(x, measure: Measure, base: Mass, target: Mass, low, top) -> Kept
 
     few_mass = mass_of(few_values)
     low_right, high_right = is_right(few_keys, few_mass)
-    is_done = low_right & high_right & (jnp.sum(undecided, axis=1, dtype=jnp.int32) <= few) | ~jnp.isfinite(top)
+    is_done = low_right & high_right & (jnp.sum(undecided, axis=0) <= few) | ~jnp.isfinite(top)
     return lax.cond(jnp.all(is_done), in_few, in_all)
 
 

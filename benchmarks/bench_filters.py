@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def on_cpu(arguments: argparse.Namespace) -> None:
-    console = Console()
+    console = Console(width=100)
     with console.status("the model, the text"):
         all_h, w = hidden_states()
     if max(arguments.rows) > len(all_h):

@@ -10,7 +10,7 @@ all of them together do:
 The end of a prefix is the largest key at or above which the tokens are enough, and among those tied there the smallest id up
 to which they are. Enough is decided by sums of integers, which do not depend on the order of summation: counts for top-k,
 masses in fixed point for top-p. So it does not matter where they are summed, and most of a search looks at few tokens: the k
-largest lie in the k groups with the largest maxima, and a few rounds of float32 sums over whole rows leave few groups undecided.
+largest lie in the k groups with the largest maxima, and a few rounds of float32 sums over whole rows leave few groups open.
 
 Logits are `[vocab, rows]` here as elsewhere; the few tokens that are searched run along the last axis.
 """

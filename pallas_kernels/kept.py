@@ -258,7 +258,8 @@ def narrowed(measure: Measure, everything, spare, low, top):
 def end_in_rows(x, measure: Measure, base: Mass, target: Mass, low, top) -> Kept:
     """`end_of_prefix` of all tokens `[vocab, rows]`, which measure `base`, when none below `low` is needed."""
     vocab, lowest, over = x.shape[0], ordered_keys(low), ordered_keys(top) + 1
-    low, high, is_below = narrowed(measure, *(as_float(m) / measure.unit for m in (base, minus(base, target))), low, top)
+    everything, spare = (as_float(m) / measure.unit for m in (base, minus(base, target)))
+    low, high, is_below = narrowed(measure, everything, spare, low, top)
     low, high = ordered_keys(low), jnp.where(is_below, ordered_keys(high), over)
     above = carried(*sums(lambda x, values: tuple(jnp.where(ordered_keys(x) >= high, m, 0) for m in measure.mass(values)),
                           x, measure.values))
@@ -300,7 +301,7 @@ def search(ones, masses, everything: Any, filters: Filters, end_of, add) -> Kept
     `ones` and `masses(kept)` say what each token measures, masses only in the prefix `kept` (None: all tokens),
     `add(measure)` all of that, and `end_of(measure, base, target)` the end of the shortest prefix with the target, of base."""
     top_k, top_p, _ = filters
-    kept = None
+    kept: Any = None
 
     def end(off, measure, base, target):
         target = either(at_least(base, target), target, base)  # there may be fewer tokens, and a share is rounded
@@ -312,7 +313,7 @@ def search(ones, masses, everything: Any, filters: Filters, end_of, add) -> Kept
         kept = end(top_k <= 0, ones, add(ones), Mass(top_k, jnp.zeros_like(top_k)))
     if top_p is not None:
         measure, off = masses(kept), top_p >= 1.0
-        base = everything if kept is None else either(top_k <= 0, everything, add(measure))
+        base = everything if top_k is None else either(top_k <= 0, everything, add(measure))
         of_p = end(off, measure, base, share(base, top_p))
         kept = of_p if kept is None else either(off, kept, of_p)
     return kept
@@ -376,7 +377,7 @@ def in_leading(x, weight, t, top, total, everything: Any, filters: Filters, othe
     best, chosen = largest(maxima, min(LEADING, maxima.shape[1]))
     ids, pick = members(chosen, vocab)
     keys = ordered_keys(pick(x, -jnp.inf))
-    mass = None if weight is None else fixed_point(pick(weight, 0.0), total)
+    mass: Any = None if weight is None else fixed_point(pick(weight, 0.0), total)
 
     def masses(kept):
         if kept is None:

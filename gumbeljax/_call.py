@@ -41,11 +41,6 @@ class Config(NamedTuple):
         """Stage 1 of the chosen implementation."""
         return _implementation.stages(self.implementation, self.device, self.tiles)
 
-    @property
-    def by_row(self) -> bool:
-        """Whether filters search the rows one after the other."""
-        return self.device.platform == "cpu"
-
     def shape_arguments(self) -> dict:
         """What every stage 1 needs to know about the table."""
         return {"vocab": self.vocab, "vocab_axis": self.vocab_axis, "precision": self.precision}

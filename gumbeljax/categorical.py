@@ -40,7 +40,7 @@ def draw(operands: Operands, config: Config, key, batch_shape, *, num_samples, r
     t, rows = operands.t, x.shape[0]
     allowed = x
     if operands.filters is not None:
-        x = jnp.where(kept_set(x.T, t, operands.filters, by_row=config.by_row).T, x, -jnp.inf)
+        x = jnp.where(kept_set(x.T, t, operands.filters).T, x, -jnp.inf)
     tempered = x / jnp.where(t == 0.0, 1.0, t)[:, None]
     prefix = () if num_samples is None else (num_samples,)
     if key.shape == batch_shape and batch_shape != ():

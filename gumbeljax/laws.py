@@ -34,7 +34,7 @@ def _kept(operands: Operands, config: Config) -> tuple[Array, Array]:
     x = filtered.all_logits(operands.h, operands.w, operands.options(config), **config.shape_arguments())[1]
     if operands.filters is None:
         return x, ~(x == -jnp.inf)
-    return x, kept_set(lax.stop_gradient(x), lax.stop_gradient(operands.t), operands.filters, by_row=config.by_row)
+    return x, kept_set(lax.stop_gradient(x), lax.stop_gradient(operands.t), operands.filters)
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -61,7 +61,7 @@ def _draw(operands: Operands, keys, *, config: Config, num_samples, replace, log
         if stages.filtered_draw is not None:
             return stages.filtered_draw(h, w, keys, t, options, operands.filters, with_log_probs=log_probs, **shape)[0]
         return filtered.draw(h, w, keys, t, options, operands.filters, num_samples=num_samples, replace=replace,
-                             with_log_probs=log_probs, by_row=config.by_row, **shape)
+                             with_log_probs=log_probs, **shape)
     if num_samples is None:
         return stages.draw(h, w, keys, t, options, with_model=log_probs, **shape)
     model_mass = None

@@ -50,10 +50,10 @@ def with_tempered(draw: Draw, kept_total, top, total, t) -> Draw:
 
 
 def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, vocab, num_samples=None, replace=True, vocab_axis=0,
-         precision=None, with_log_probs=False, by_row=False) -> Draw:
+         precision=None, with_log_probs=False) -> Draw:
     """Tokens of the kept set; leaves `[rows]`, or `[num_samples, rows]`."""
     model, x = all_logits(h, w, options, vocab=vocab, vocab_axis=vocab_axis, precision=precision)
-    kept = jnp.where(kept_set(x, t, filters, by_row=by_row), x, -jnp.inf)
+    kept = jnp.where(kept_set(x, t, filters), x, -jnp.inf)
     if replace:
         out = race_in(kept, keys, t, vocab=vocab, num_samples=num_samples).draw
     else:

@@ -10,11 +10,12 @@ all of them together do:
 The end of a prefix is the largest key at or above which the tokens are enough, and among those tied there the smallest id up
 to which they are. Enough is decided by sums of integers, which do not depend on the order of summation: counts for top-k,
 masses in fixed point for top-p. So it does not matter where they are summed, and most of a search looks at few tokens: the k
-largest lie in the k groups with the largest maxima, and a few halvings of the whole row leave few groups undecided.
+largest lie in the k groups with the largest maxima, and a few rounds of float32 sums over whole rows leave few groups open.
 
-Logits are `[vocab, rows]` here as elsewhere; what is searched runs along the last axis, where XLA's CPU code sums fastest.
+Logits are `[vocab, rows]` here as elsewhere; the few tokens that are searched run along the last axis.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +25,8 @@ from jax import lax
 from pallas_kernels import noise, race
 from pallas_kernels.logits import inverse_temperature
 
-LEADING, UNDECIDED = 128, 256  # groups searched instead of the whole row: those with the largest maxima; those left undecided
-HALVINGS = 8  # of the whole row, before the undecided groups are gathered
+LEADING, UNDECIDED = 128, 64  # groups searched instead of the whole row: those with the largest maxima; those left undecided
+ROUNDS, NEAR, SLACK = 16, 1 / 32, 2e-6  # at most, over whole rows; how near they look; the relative error of their sums
 WHOLE, FINE = 30, 11  # bits of a mass: a row's whole mass is below 2^30, and the fine word counts 2^-11 of its unit
 ROOM = 1.001  # keeps totals that are powers of two, of flat and of peaked rows, away from where rounding would choose the unit
 MAX_VOCAB = 2**(31 - FINE) - 1  # fine words of more tokens could leave int32
@@ -112,12 +113,27 @@ def share(mass: Mass, p) -> Mass:
     return Mass(whole.astype(jnp.int32), jnp.where((whole == 0.0) & (fine == 0.0), 1.0, fine).astype(jnp.int32))
 
 
+def plus(a: Mass, b: Mass) -> Mass:
+    """a + b."""
+    return carried(a.whole + b.whole, a.fine + b.fine)
+
+
+def minus(a: Mass, b: Mass) -> Mass:
+    """a - b, for a >= b."""
+    return carried(a.whole - b.whole, a.fine - b.fine)
+
+
 def at_least(a: Mass, b: Mass):
     """a >= b, both carried."""
     return (a.whole > b.whole) | ((a.whole == b.whole) & (a.fine >= b.fine))
 
 
-def bisect(holds, low, high, steps: int):
+def either(condition, a, b):
+    """a where the condition holds, else b; pytrees."""
+    return jax.tree.map(functools.partial(jnp.where, condition), a, b)
+
+
+def bisect(holds, low, high, steps):
     """Halves the gap between low, where the falling predicate `holds` is true, and high, where it is not; int32 `[rows]`."""
     def step(_, ends):
         low, high = ends
@@ -129,20 +145,25 @@ def bisect(holds, low, high, steps: int):
     return lax.fori_loop(0, steps, step, (low, high))
 
 
+def num_halvings(low, high):
+    """How many steps of `bisect` close every gap."""
+    return 32 - jnp.min(lax.clz(high - low - 1))
+
+
 def end_of_prefix(keys, ids, mass: Mass, target: Mass, vocab: int) -> Kept:
     """The end of the shortest prefix of the tokens given, `[rows, n]`, whose mass is at least `target`."""
     low, high = jnp.full_like(keys[:, 0], LOWEST), jnp.max(keys, axis=1) + 1
-    return end_between(keys, ids, mass, target, low, high, Mass(*map(jnp.zeros_like, target)), vocab)
+    return end_between(keys, ids, mass, target, low, high, Mass(*map(jnp.zeros_like, target)), vocab, 32)
 
 
-def end_between(keys, ids, mass: Mass, target: Mass, low, high, above: Mass, vocab: int) -> Kept:
-    """As `end_of_prefix`, when the end lies at a key in [low, high) and `above` is the mass from `high` on, given or not."""
-    def plus(chosen):
-        more = add_up(mass, chosen & (keys < high[:, None]))
-        return carried(above.whole + more.whole, above.fine + more.fine)
+def end_between(keys, ids, mass: Mass, target: Mass, low, high, above: Mass, vocab: int, steps) -> Kept:
+    """As `end_of_prefix`, when the end lies at a key in [low, high), found in so many steps, and `above` is the mass from high
+    on, given or not."""
+    def with_those(chosen):
+        return plus(above, add_up(mass, chosen & (keys < high[:, None])))
 
-    key, _ = bisect(lambda key: at_least(plus(keys >= key[:, None]), target), low, high, 32)
-    above = plus(keys > key[:, None])
+    key, _ = bisect(lambda key: at_least(with_those(keys >= key[:, None]), target), low, high, steps)
+    above = with_those(keys > key[:, None])
     tied = keys == key[:, None]
     number = jnp.sum(tied, axis=1, dtype=jnp.int32)
     one = Mass(*(jnp.max(jnp.where(tied, m, 0), axis=1) for m in mass))  # equal logits have equal masses
@@ -170,6 +191,11 @@ def orderly(x):
     return jnp.where(x == 0.0, 0.0, jnp.where(jnp.isnan(x), -jnp.inf, x))
 
 
+def largest(a, n: int):
+    """`lax.top_k`, of which a part may be used: without the barrier XLA may sort the whole axis then."""
+    return lax.optimization_barrier(lax.top_k(a, n))
+
+
 def members(groups, vocab: int):
     """(ids of the tokens of the groups `[rows, n]`, a function that picks them out of `[vocab, rows]`), `[rows, 16 n]`."""
     ids = noise.GROUP * groups[:, :, None] + jnp.arange(noise.GROUP, dtype=jnp.int32)
@@ -181,60 +207,115 @@ def members(groups, vocab: int):
     return ids, pick
 
 
-def end_in_row(x, keys, ids, mass: Mass, target: Mass, low_value) -> Kept:
-    """`end_of_prefix` of a whole row `[rows, vocab]`, of which no token below `low_value` is needed."""
-    vocab = x.shape[1]
-    top, lowest = jnp.max(x, axis=1), ordered_keys(low_value)
-    there_is = add_up(mass, keys >= lowest[:, None])  # a count may ask for more tokens than have a mass
-    target = jax.tree.map(lambda a, b: jnp.where(at_least(there_is, target), a, b), target, there_is)
+def sums(f, *arrays):
+    """Sums along axis 0 of the arrays that f, elementwise, makes of these. Sixteen pieces are added up number by number: XLA's
+    CPU code takes several times as long for a sum of integers, and for each of several sums."""
+    pieces, size = noise.GROUP, arrays[0].shape[0] // noise.GROUP
+    if size < pieces:
+        return tuple(jnp.sum(a, axis=0, dtype=a.dtype) for a in f(*arrays))
+    parts = [f(*(a[i * size:(i + 1) * size] for a in arrays)) for i in range(pieces)]
+    added = lax.optimization_barrier(functools.reduce(lambda a, b: tuple(map(jnp.add, a, b)), parts))
+    rest = f(*(a[pieces * size:] for a in arrays))
+    return tuple(a + jnp.sum(b, axis=0, dtype=b.dtype) for a, b in zip(sums(lambda *a: a, *added), rest, strict=True))
 
-    def enough(key):
-        return at_least(add_up(mass, keys >= key[:, None]), target)
 
-    def halve(_, ends):
-        low, high, low_key, high_key = ends
-        middle = low + 0.5 * (high - low)
-        key = jnp.clip(ordered_keys(middle), low_key, high_key)
-        yes = enough(key)
-        return (jnp.where(yes, middle, low), jnp.where(yes, high, middle),
-                jnp.where(yes, key, low_key), jnp.where(yes, high_key, key))
+class Measure(NamedTuple):
+    """What a filter adds up over whole rows. Its values, `[vocab, rows]`, rise with the logits."""
 
-    start = low_value, top, lowest, ordered_keys(top) + 1
-    _, _, low, high = lax.fori_loop(0, HALVINGS, halve, start)
-    above = add_up(mass, keys >= high[:, None])
-    undecided = grouped(((keys >= low[:, None]) & (keys < high[:, None])).T, False).any(axis=1).T
-    few = min(UNDECIDED, undecided.shape[1])
+    values: Any
+    value_of: Any  # that of a logit
+    weigh: Any  # what a value counts, float32
+    mass: Any  # the same exactly, `unit` times as much
+    unit: Any
+
+
+def narrowed(measure: Measure, everything, spare, low, top):
+    """Logits (low, high, whether high has moved from the top) between which a prefix ends that leaves `spare` of everything,
+    and no more than `UNDECIDED` tokens lie, if that can be had.
+
+    Float32 sums of what is left decide, at three places a round: halfway, and around where it would be on a straight line.
+    Where their rounding could decide, neither end moves."""
+    def is_wide(state):
+        number, low, _, below, most = state
+        return (number < ROUNDS) & jnp.any(most - below > UNDECIDED * measure.weigh(measure.value_of(low)))
+
+    def one_round(state):
+        number, low, high, below, most = state
+        line = jnp.clip((spare - below) / (most - below), 2 * NEAR, 1.0 - 2 * NEAR)
+        places = [low + share * (high - low) for share in (0.5, line - NEAR, line + NEAR)]
+        edges = [measure.value_of(place) for place in places]
+        sums_below = sums(lambda a: tuple(jnp.where(a < edge, measure.weigh(a), 0.0) for edge in edges), measure.values)
+        for place, there in zip(places, sums_below, strict=True):
+            is_low, is_high = there < (1.0 - SLACK) * spare, there > (1.0 + SLACK) * spare
+            low, below = either(is_low & (place > low), (place, there), (low, below))
+            high, most = either(is_high & (place < high), (place, there), (high, most))
+        return number + 1, low, high, below, most
+
+    _, low, high, _, most = lax.while_loop(is_wide, one_round, (jnp.int32(0), low, top, jnp.zeros_like(spare), everything))
+    return low, high, most < everything
+
+
+def end_in_rows(x, measure: Measure, base: Mass, target: Mass, low, top) -> Kept:
+    """`end_of_prefix` of all tokens `[vocab, rows]`, which measure `base`, when none below `low` is needed."""
+    vocab, lowest, over = x.shape[0], ordered_keys(low), ordered_keys(top) + 1
+    everything, spare = (as_float(m) / measure.unit for m in (base, minus(base, target)))
+    low, high, is_below = narrowed(measure, everything, spare, low, top)
+    low, high = ordered_keys(low), jnp.where(is_below, ordered_keys(high), over)
+    above = carried(*sums(lambda x, values: tuple(jnp.where(ordered_keys(x) >= high, m, 0) for m in measure.mass(values)),
+                          x, measure.values))
+    groups = grouped(x, -jnp.inf)
+    parts = (ordered_keys(groups[:, i]) for i in range(noise.GROUP))
+    undecided = functools.reduce(jnp.logical_or, ((keys >= low) & (keys < high) for keys in parts))
+    undecided = lax.optimization_barrier(undecided.astype(jnp.float32))  # made once, before it is turned
+    few = min(UNDECIDED, undecided.shape[0])
+    few_ids, pick = members(largest(undecided.T, few)[1], vocab)
+    few_keys, few_values = ordered_keys(pick(x, -jnp.inf)), pick(measure.values, 0.0)
+
+    def is_right(keys, mass):
+        inside = add_up(mass, (keys >= low[:, None]) & (keys < high[:, None]))
+        return at_least(plus(above, inside), target), ~at_least(above, target)  # of low, of high
+
+    def mass_of(values):
+        return Mass(*(m.T for m in measure.mass(values.T)))
 
     def in_few():
-        part_ids, pick = members(lax.top_k(undecided.astype(jnp.float32), few)[1], vocab)
-        part = Mass(*(pick(m.T, 0) for m in mass))
-        return end_between(pick(keys.T, LOWEST), part_ids, part, target, low, high, above, vocab)
+        return end_between(few_keys, few_ids, few_mass, target, low, high, above, vocab, num_halvings(low, high))
 
     def in_all():
-        return end_between(keys, ids, mass, target, low, high, above, vocab)
+        keys, mass = ordered_keys(x).T, mass_of(measure.values.T)
+        low_right, high_right = is_right(keys, mass)
+        start, stop = jnp.where(low_right, low, lowest), jnp.where(high_right, high, over)
+        beyond = Mass(*(jnp.where(high_right, m, 0) for m in above))
+        ids = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
+        return end_between(keys, ids, mass, target, start, stop, beyond, vocab, num_halvings(start, stop))
 
-    return lax.cond(jnp.all(jnp.sum(undecided, axis=1, dtype=jnp.int32) <= few), in_few, in_all)
+    few_mass = mass_of(few_values)
+    low_right, high_right = is_right(few_keys, few_mass)
+    is_done = low_right & high_right & (jnp.sum(undecided, axis=0) <= few) | ~jnp.isfinite(top)
+    return lax.cond(jnp.all(is_done), in_few, in_all)
 
 
-def search(keys, ids, mass: Any, everything: Any, filters: Filters, vocab: int, find) -> Kept:
-    """The prefix that top_k, then top_p keep of the tokens given; `everything` is the mass of the whole row, and
-    `find(keys, ids, mass, target, p)` the end of a prefix (p: what top_p asks for, None for a count)."""
+def search(ones, masses, everything: Any, filters: Filters, end_of, add) -> Kept:
+    """The prefix that top_k, then top_p keep; `everything` is the mass of the whole row.
+
+    `ones` and `masses(kept)` say what each token measures, masses only in the prefix `kept` (None: all tokens),
+    `add(measure)` all of that, and `end_of(measure, base, target)` the end of the shortest prefix with the target, of base."""
     top_k, top_p, _ = filters
-    kept = Kept(jnp.full_like(keys[:, 0], LOWEST), jnp.full_like(keys[:, 0], vocab))
+    kept: Any = None
 
-    def unless(off, a, b):
-        return jax.tree.map(lambda a, b: jnp.where(off, a, b), a, b)
+    def end(off, measure, base, target):
+        target = either(at_least(base, target), target, base)  # there may be fewer tokens, and a share is rounded
+        off_ends = Kept(*(jnp.full(off.shape, i, jnp.int32) for i in (LOWEST, race.NO_ID)))
+        one = Mass(*(jnp.full(off.shape, i, jnp.int32) for i in (1, 0)))  # found at once
+        return either(off, off_ends, end_of(measure, base, either(off, one, target)))
 
     if top_k is not None:
-        ones = Mass(jnp.ones_like(keys), jnp.zeros_like(keys))
-        kept = unless(top_k <= 0, kept, find(keys, ids, ones, Mass(top_k, jnp.zeros_like(top_k)), None))
+        kept = end(top_k <= 0, ones, add(ones), Mass(top_k, jnp.zeros_like(top_k)))
     if top_p is not None:
-        base = everything
-        if top_k is not None:
-            inside = is_kept(keys, ids, Kept(kept.key[:, None], kept.id[:, None]))
-            mass = Mass(*(jnp.where(inside, m, 0) for m in mass))
-            base = unless(top_k <= 0, everything, add_up(mass, True))
-        kept = unless(top_p >= 1.0, kept, find(keys, ids, lax.optimization_barrier(mass), share(base, top_p), top_p))
+        measure, off = masses(kept), top_p >= 1.0
+        base = everything if top_k is None else either(top_k <= 0, everything, add(measure))
+        of_p = end(off, measure, base, share(base, top_p))
+        kept = of_p if kept is None else either(off, kept, of_p)
     return kept
 
 
@@ -254,22 +335,33 @@ def fits(maxima, keys, mass: Any, everything: Any, top, total, t, filters: Filte
     return in_count & in_mass
 
 
-def in_row(x, t, top, total, everything: Any, filters: Filters) -> Kept:
-    """The end of the prefix kept by top_k and top_p, from all of the logits `[rows, vocab]`."""
-    vocab = x.shape[1]
-    smallest = jnp.min(jnp.where(x > -jnp.inf, x, jnp.inf), axis=1)
+def in_rows(x, weight, t, top, total, everything: Any, filters: Filters) -> Kept:
+    """The end of the prefix kept by top_k and top_p, from all of the logits `[vocab, rows]` and their weights."""
+    vocab = x.shape[0]
 
-    def find(keys, ids, mass, target, p):
-        low = jnp.minimum(smallest, top)
-        if p is not None:  # tokens below this could not add up to 1 - p, all together
-            base = total * as_float(target) / (jnp.maximum(p, 1e-6) * as_float(everything))
-            low = jnp.where(1.0 - p > 1e-6, jnp.minimum(top + t * jnp.log(0.5 * (1.0 - p) * base / vocab), top), low)
-        return end_in_row(x, keys, ids, mass, target, low)
+    def counted(x):
+        number = (x > -jnp.inf).astype(jnp.int32)
+        return Mass(number, jnp.zeros_like(number))
 
-    mass = None
-    if filters.top_p is not None:
-        mass = fixed_point(weights(x.T, t, top).T, total)
-    return search(ordered_keys(x), lax.broadcasted_iota(jnp.int32, x.shape, 1), mass, everything, filters, vocab, find)
+    ones = Measure(x, lambda x: x, jnp.ones_like, counted, jnp.ones_like(top))
+
+    def masses(kept):
+        inside = weight
+        if kept is not None:
+            ids = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+            inside = lax.optimization_barrier(jnp.where(is_kept(ordered_keys(x), ids, kept), weight, 0.0))
+        unit = units(total)
+        return Measure(inside, lambda x: weights(x, t, top), lambda weight: weight, lambda weight: in_units(weight, unit), unit)
+
+    def end_of(measure, base, target):
+        if measure is ones:
+            low = jnp.minimum(jnp.min(jnp.where(x > -jnp.inf, x, jnp.inf), axis=0), top)
+        else:  # tokens below this have no mass, or all together less than may be left
+            spare = jnp.maximum(as_float(minus(base, target)) / vocab, 2.0**-FINE)
+            low = jnp.minimum(top + t * jnp.log(0.5 * spare / measure.unit), top)
+        return end_in_rows(x, measure, base, target, low, top)
+
+    return search(ones, masses, everything, filters, end_of, lambda measure: carried(*sums(measure.mass, measure.values)))
 
 
 def weights(x, t, top):
@@ -277,9 +369,38 @@ def weights(x, t, top):
     return jnp.exp((x - race.finite_or_zero(top)) * inverse_temperature(t))
 
 
-def last_kept(x, t, top, filters: Filters, by_row: bool) -> Kept:
+def in_leading(x, weight, t, top, total, everything: Any, filters: Filters, otherwise) -> Kept:
+    """The end of the prefix kept by top_k and top_p, from the groups with the largest maxima, or if those do not do from
+    `otherwise()`."""
+    vocab = x.shape[0]
+    maxima = jnp.max(grouped(orderly(x), -jnp.inf), axis=1).T
+    best, chosen = largest(maxima, min(LEADING, maxima.shape[1]))
+    ids, pick = members(chosen, vocab)
+    keys = ordered_keys(pick(x, -jnp.inf))
+    mass: Any = None if weight is None else fixed_point(pick(weight, 0.0), total)
+
+    def masses(kept):
+        if kept is None:
+            return mass
+        inside = is_kept(keys, ids, Kept(kept.key[:, None], kept.id[:, None]))
+        return lax.optimization_barrier(Mass(*(jnp.where(inside, m, 0) for m in mass)))
+
+    def end_of(mass, base, target):
+        return end_of_prefix(keys, ids, mass, target, vocab)
+
+    def here():
+        ones = Mass(jnp.ones_like(keys), jnp.zeros_like(keys))
+        return search(ones, masses, everything, filters, end_of, lambda mass: add_up(mass, True))
+
+    if best.shape[1] == maxima.shape[1]:
+        return here()
+    fit = fits(best, keys, mass, everything, top, total, t, filters) | ~jnp.isfinite(top)
+    return lax.cond(jnp.all(fit), here, otherwise)
+
+
+def last_kept(x, t, top, filters: Filters) -> Kept:
     """The end of the prefix kept by top_k and top_p, of processed logits `[vocab, rows]`."""
-    vocab, rows = x.shape
+    vocab = x.shape[0]
     if filters.top_k is not None:
         filters = filters._replace(top_k=jnp.where(filters.top_k >= vocab, 0, filters.top_k))
     filters = filters._replace(min_p=None)
@@ -287,33 +408,12 @@ def last_kept(x, t, top, filters: Filters, by_row: bool) -> Kept:
     if filters.top_p is not None:
         weight = lax.optimization_barrier(weights(x, t, top))  # one value for every use, whatever is fused with it
         total = jnp.sum(weight, axis=0)
-        all_of = in_units(weight, units(total))  # summed where it lies: to turn it takes longer than to read it
-        everything = carried(*(jnp.sum(m, axis=0, dtype=jnp.int32) for m in all_of))
-
-    # The groups with the largest maxima first.
-    maxima = jnp.max(grouped(orderly(x), -jnp.inf), axis=1).T
-    best, chosen = lax.top_k(maxima, min(LEADING, maxima.shape[1]))
-    ids, pick = members(chosen, vocab)
-    mass = None if weight is None else fixed_point(pick(weight, 0.0), total)
-    find = lambda keys, ids, mass, target, p: end_of_prefix(keys, ids, mass, target, vocab)  # noqa: E731
-    keys = ordered_keys(pick(x, -jnp.inf))
-    leading = search(keys, ids, mass, everything, filters, vocab, find)
-    if best.shape[1] == maxima.shape[1]:
-        return leading
-    fit = fits(best, keys, mass, everything, top, total, t, filters)
-
-    def one_row(row):
-        fit, leading, *of_row = jax.tree.map(lambda a: a[None], row)
-        r, rest = of_row[0][0], of_row[1:]
-        wide = lambda: in_row(lax.dynamic_slice_in_dim(x, r, 1, axis=1).T, *rest)  # noqa: E731
-        return jax.tree.map(lambda a: a[0], lax.cond(fit[0], lambda: leading, wide))
-
-    operands = t, top, total, everything, filters
-    if by_row:  # only the rows that need it are searched again
-        every_row = lambda: lax.map(one_row, (fit, leading, jnp.arange(rows), *operands))  # noqa: E731
-    else:
-        every_row = lambda: jax.tree.map(lambda a, b: jnp.where(fit, a, b), leading, in_row(x.T, *operands))  # noqa: E731
-    return lax.cond(jnp.all(fit), lambda: leading, every_row)
+        everything = carried(*sums(lambda weight: in_units(weight, units(total)), weight))
+    whole = functools.partial(in_rows, x, weight, t, top, total, everything, filters)
+    leading = functools.partial(in_leading, x, weight, t, top, total, everything, filters, whole)
+    if filters.top_k is not None or vocab <= noise.GROUP * LEADING:
+        return leading()
+    return lax.platform_dependent(cpu=whole, default=leading)  # for a mass alone a CPU is as fast on the whole row
 
 
 def is_above(x, t, top, min_p):
@@ -321,16 +421,13 @@ def is_above(x, t, top, min_p):
     return (min_p <= 0.0) | ((x - race.finite_or_zero(top)) * inverse_temperature(t) >= jnp.log(min_p))
 
 
-def kept_set(x, t, filters: Filters, *, by_row: bool = False):
-    """bool `[vocab, rows]`: the tokens of the processed logits x that the filters leave; NaN logits stay, to be seen later.
-
-    `by_row`: search row by row where the leading groups do not do, which is better for a CPU.
-    """
+def kept_set(x, t, filters: Filters):
+    """bool `[vocab, rows]`: the tokens of the processed logits x that the filters leave; NaN logits stay, to be seen later."""
     top = jnp.max(x, axis=0)
     out = x > -jnp.inf
     if filters.min_p is not None:
         out &= is_above(x, t, top, filters.min_p)
     if filters.top_k is not None or filters.top_p is not None:
         ids = lax.broadcasted_iota(jnp.int32, x.shape, 0)
-        out &= is_kept(ordered_keys(x), ids, last_kept(x, t, top, filters, by_row))
+        out &= is_kept(ordered_keys(x), ids, last_kept(x, t, top, filters))
     return out | jnp.isnan(x)

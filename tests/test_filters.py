@@ -127,16 +127,22 @@ def test_every_path_finds_the_same_set(vocab):
             np.testing.assert_array_equal(a[0], b[i], names[i])
 
 
-@pytest.mark.parametrize("by_row", [True, False])
-def test_row_by_row_and_together_are_one_set(by_row):
-    """Both ways to search the rows that the leading groups do not settle, on every kind of row."""
+@pytest.mark.parametrize("platform", ["cpu", "default"])
+@pytest.mark.parametrize("on", ["top_k", "top_p", "top_k+top_p"])
+def test_whole_rows_and_leading_groups_give_one_set(on, platform, monkeypatch):
+    """A CPU's way to search for top_p alone and that of others, and what is searched where the leading groups do not do."""
     names, logits, options = tier_case(5000)
-    assert logits.shape[1] > oracles.GROUP * search.UNDECIDED
+    assert logits.shape[1] > oracles.GROUP * max(search.LEADING, search.UNDECIDED)
+    options = Options(options.temperature, **{name: getattr(options, name) for name in on.split("+")})
     given = knobs.filters_of(options, len(names))
-    t = given.pop("temperature")
-    find = jax.jit(search.kept_set, static_argnames="by_row")
-    kept = np.asarray(find(jnp.asarray(logits.T), t, search.Filters(**given), by_row=by_row)).T
-    knobs.assert_kept(kept, logits.astype(np.float64), options)
+    t, filters = given["temperature"], search.Filters(**{name: given[name] for name in on.split("+")})
+    monkeypatch.setattr(search.lax, "platform_dependent", lambda **ways: ways[platform]())
+    whole = np.asarray(jax.jit(search.kept_set)(jnp.asarray(logits.T), t, filters)).T
+    knobs.assert_kept(whole, logits.astype(np.float64), options)
+    alone = jax.jit(lambda *row: search.kept_set(*row))
+    for i in range(len(names)):
+        row = jnp.asarray(logits[i : i + 1].T), t[i : i + 1], jax.tree.map(lambda a, i=i: a[i : i + 1], filters)
+        np.testing.assert_array_equal(np.asarray(alone(*row))[:, 0], whole[i], names[i])
 
 
 def test_a_neighbour_changes_no_bit():

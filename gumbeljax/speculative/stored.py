@@ -26,7 +26,7 @@ def _stored(operands: Operands, config: Config) -> tuple[Operands, Config]:
     else:
         x = filtered.all_logits(local.h, local.w, local.options(config), **config.shape_arguments())[1]
         if operands.filters is not None:
-            x = jnp.where(kept_set(x, operands.t, operands.filters, by_row=config.by_row), x, -jnp.inf)
+            x = jnp.where(kept_set(x, operands.t, operands.filters), x, -jnp.inf)
     plain = Config("xla", config.device, config.vocab, 0, None, None, None, axes, all_vocab=config.all_vocab)
     return Operands(x.T, None, operands.t, None, None, None, None, None), plain
 

@@ -167,7 +167,7 @@ def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None)
     chain = functools.partial(triton_walk.verify_chain, plt=plt)
     pieces = (functools.partial(f, plt=plt, tiles=tiles if implementation == "triton" else None)
               for f in (triton.race_pieces, triton.mass_pieces))
-    by_triton = Stages(*one, *(functools.partial(f, plt=plt) for f in rest), filtered, chain, *pieces)
+    by_triton = Stages(*(*one, *(functools.partial(f, plt=plt) for f in rest), filtered, chain, *pieces))
     if implementation == "triton":
         return by_triton
     machine["tiles"] = tiles

@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels import kept, noise
 from pallas_kernels import triton_prefix as prefix
-from pallas_kernels.kept import Kept, Mass
+from pallas_kernels.kept import Kept
 from pallas_kernels.triton_filter_search import Found
 from pallas_kernels.triton_prefix import Row
 from pallas_kernels.triton_rows import barrier, listed_ids, scatter, tokens_at
@@ -29,8 +29,8 @@ class Ranked(NamedTuple):
     x: Any
     ids: Any
     rank: Any
-    mass: Mass | None  # their own; None without top_p, as the next
-    above: Mass | None  # of those before them, carried
+    mass: Any  # their own; None without top_p, as the next
+    above: Any  # of those before them, carried
     number: Any
 
 

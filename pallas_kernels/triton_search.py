@@ -48,7 +48,7 @@ def arguments_of(side: dual.Side, vectors) -> tuple[dict, dict]:
                     "scale": side.options.scale, "soft_cap": side.options.soft_cap}
 
 
-def vectors_at(plt, ref, columns, zero, num_keys):
+def vectors_at(plt, ref, columns, zero, num_keys) -> tuple[Any, Any]:
     """(t, keys) of `pack` at some columns; t None where there are none."""
     if ref is None:
         return None, ()
@@ -84,7 +84,7 @@ class Row(NamedTuple):
     law: dict
     row: Any
     t: Any
-    known: dual.Normalizer
+    known: Any  # a `dual.Normalizer`
 
     def products(self, plt, first, zero, vocab, wanted):
         """Raw logits `[16]` of a group, or None."""

@@ -4,7 +4,7 @@ Shapes: `requests` is the flattened batch; drafts are `[requests, chains, draft_
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ def stages_of_both(target_config: Config, draft_config: Config | None) -> Stages
     return target_config.stages()
 
 
-def _side(operands: Operands, config: Config, normalizer: dual.Normalizer) -> dual.Side:
+def _side(operands: Operands, config: Config, normalizer: Any) -> dual.Side:
     return dual.Side(operands.h, operands.w, operands.t, operands.options(config), normalizer, config.vocab_axis,
                      config.precision)
 
@@ -165,10 +165,13 @@ def _verify_chain(target: Operands, draft: Operands | None, tokens, lens, keys, 
                   draft_config: Config | None) -> Outcome:
     """`verify_drafts` of one chain, `tokens [requests, draft_len]`, by the kernel that does all behind the passes."""
     stages, mass_pieces = config.stages(), None
+    assert stages.verify_chain is not None and stages.race_pieces is not None
     p, q = _side(target, config, None), draft_side(None, None, tokens.reshape(-1))
     if draft is not None and draft_config is not None:
         q = _side(draft, draft_config, None)
-        mass_pieces = functools.partial(draft_config.stages().mass_pieces, **draft_config.shape_arguments())
+        mass_pieces = draft_config.stages().mass_pieces
+        assert mass_pieces is not None
+        mass_pieces = functools.partial(mass_pieces, **draft_config.shape_arguments())
     tokens, log_probs, position = stages.verify_chain(
         p, q, keys, tokens, lens, sample=FROM_TARGET, vocab=config.vocab, mass_pieces=mass_pieces,
         race_pieces=functools.partial(stages.race_pieces, **config.shape_arguments()))

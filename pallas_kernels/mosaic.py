@@ -81,6 +81,8 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     together = 2 if quantized and k == PART else 1
     cta_m, cta_n = (wgs * m, n) if tiles.split_rows else (m, wgs * n)
     row_tiles, vocab_tiles, steps = pl.cdiv(num_rows, cta_m * pair) * pair, pl.cdiv(vocab, cta_n), d_model // k
+    words = keys if wanted == "race" else ()
+    vectors = triton_merge.pack(t, words) if vectors is None else vectors
     if row_tiles > num_sms:
         if wanted == "logits":
             raise ValueError(f"h must have at most {num_sms * cta_m} rows where logits are stored; got {num_rows}.")
@@ -101,8 +103,6 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     h_rows = min(cta_m, pl.cdiv(num_rows, 8 * twins) * 8 * twins)
     kept = m if tiles.split_rows else h_rows  # rows of a warpgroup whose results are stored: of few, those lie close together
     rows = row_tiles * (wgs * m if tiles.split_rows else kept)
-    words = keys if wanted == "race" else ()
-    vectors = triton_merge.pack(t, words) if vectors is None else vectors
     num_floats = {"race": 4 + with_model, "mass": 2, "logits": 2 + with_model}[wanted]
 
     def buffer(shape, dtype=h.dtype, slots=slots):

@@ -15,8 +15,9 @@ from pallas_kernels import noise, race
 from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.logits import Elementwise, model_logits, processed_logits
 
-CHUNK = 2**12  # numbers of a table that a program of 16 warps reads with one instruction: 8 a thread, and a warp has one token
-AHEAD = 16  # such reads, of 16 bits, on the way at the same time
+CHUNK = 2**14  # numbers of a table that a program reads at a time. (With fewer, Triton compiles for long: each read costs it a
+# look at the whole kernel.)
+AHEAD = 4  # such reads, of 16 bits, on the way at the same time: 64 registers of a thread, of 16 warps
 
 
 def given(options: Elementwise) -> list:
@@ -45,20 +46,22 @@ def products(plt, h_ref, w_ref, rows, ids, keep, zero, *, d_model, vocab_axis):
     Added up here, they would halt the loads of whatever follows: warps meet for that. `AHEAD` loads are under way before one is
     waited for.
     """
-    chunk = min(pl.next_power_of_2(d_model), max(16, (CHUNK if vocab_axis == 0 else 8 * CHUNK) // ids.shape[0]))
+    chunk = min(pl.next_power_of_2(d_model), max(16, CHUNK // ids.shape[0]))
     dims = [(zero + start + lax.broadcasted_iota(jnp.int32, (chunk,), 0))[None, :] for start in range(0, d_model, chunk)]
 
-    def load(ref, at, d, own):
-        exists = jnp.broadcast_to(d < d_model, (ids.shape[0], chunk)) & own[:, None]
+    wanted = jnp.broadcast_to(keep[:, None], (ids.shape[0], chunk))
+
+    def load(ref, at, d):
+        exists = wanted if d_model % chunk == 0 else wanted & (d < d_model)
         return plt.load(ref.at[at], mask=exists, other=0.0)
 
     def of_table(d):
-        return load(w_ref, (ids[:, None], d) if vocab_axis == 0 else (d, ids[:, None]), d, keep)
+        return load(w_ref, (ids[:, None], d) if vocab_axis == 0 else (d, ids[:, None]), d)
 
     ahead = max(1, 2 * AHEAD // w_ref.dtype.itemsize)
     waiting, total = [of_table(d) for d in dims[:ahead]], jnp.zeros((ids.shape[0], chunk), jnp.float32)
     for i, d in enumerate(dims):
-        h = load(h_ref, (rows[:, None], d), d, keep)
+        h = load(h_ref, (rows[:, None], d), d)
         total += widened(waiting.pop(0), h.dtype).astype(jnp.float32) * h.astype(jnp.float32)
         if i + ahead < len(dims):
             waiting.append(of_table(dims[i + ahead]))
@@ -66,10 +69,10 @@ def products(plt, h_ref, w_ref, rows, ids, keep, zero, *, d_model, vocab_axis):
 
 
 def group_products(plt, h_ref, w_ref, row, group, zero, *, vocab, d_model, vocab_axis, wanted=True):
-    """Raw logits `[16]` of the group whose first id is `group`; 0 unless `wanted`."""
+    """`products` of the group whose first id is `group`, `[16, some]`; 0 unless `wanted`."""
     ids = group + lax.broadcasted_iota(jnp.int32, (noise.GROUP,), 0)
-    return jnp.sum(products(plt, h_ref, w_ref, jnp.full_like(ids, row), ids, (ids < vocab) & wanted, zero, d_model=d_model,
-                            vocab_axis=vocab_axis), axis=1)
+    return products(plt, h_ref, w_ref, jnp.full_like(ids, row), ids, (ids < vocab) & wanted, zero, d_model=d_model,
+                    vocab_axis=vocab_axis)
 
 
 def group_option(plt, ref, row, group, ids, vocab):
@@ -113,6 +116,7 @@ def kernel(
         raw = plt.load(h_ref.at[row, pl.ds(group, noise.GROUP)], mask=(ids < vocab)[:, 0], other=0.0)
     else:
         raw = group_products(plt, h_ref, w_ref, row, group, zero, vocab=vocab, d_model=d_model, vocab_axis=vocab_axis)
+        raw = jnp.sum(raw, axis=1)
 
     own = Elementwise(**{name: group_option(plt, ref, row, group, ids, vocab) for name, ref in dense_refs.items()})
     model = model_logits(raw[:, None], scale, soft_cap, own.weight_scale)

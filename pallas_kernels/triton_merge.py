@@ -88,7 +88,7 @@ def kernel(
 def group_of(plt, h_ref, w_ref, row, first, zero, *, scale, soft_cap, d_model, vocab, vocab_axis):
     """Model logits `[16, 1]` of the group whose first id is `first`."""
     x = group_products(plt, h_ref, w_ref, row, first, zero, vocab=vocab, d_model=d_model, vocab_axis=vocab_axis)
-    return model_logits(x[:, None], scale, soft_cap)
+    return model_logits(jnp.sum(x, axis=1)[:, None], scale, soft_cap)
 
 
 def merge(keys, t, pieces: race.Race, model_total, logits, *, plt, vocab, sample=0, interpret=False) -> Piece:

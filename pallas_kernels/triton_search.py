@@ -67,14 +67,14 @@ def from_memory(number):
 
 
 def group_logits(plt, refs, law, raw, row, first, vocab):
-    """(ids, processed logits) `[16, 1]` of the group whose first id is `first`, from its raw logits `[16]`; -inf past the end.
-    """
+    """(ids, processed logits) `[16, 1]` of the group whose first id is `first`, from its `products`; -inf past the end."""
     ids = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP, 1), 0)
     *dense, valid = (*refs["dense"], None) if not law["has_valid"] else refs["dense"]
     own = Elementwise(**{name: group_option(plt, ref, row, first, ids, vocab)
                          for name, ref in zip(law["dense"], dense, strict=True)})
     end = vocab if valid is None else jnp.minimum(plt.load(valid.at[pl.ds(0, 1)]), vocab)
-    return ids, processed_logits(model_logits(raw[:, None], law["scale"], law["soft_cap"], own.weight_scale), own, ids < end)
+    model = model_logits(jnp.sum(raw, axis=1)[:, None], law["scale"], law["soft_cap"], own.weight_scale)
+    return ids, processed_logits(model, own, ids < end)
 
 
 class Row(NamedTuple):
@@ -87,7 +87,7 @@ class Row(NamedTuple):
     known: Any  # a `dual.Normalizer`
 
     def products(self, plt, first, zero, vocab, wanted):
-        """Raw logits `[16]` of a group, or None."""
+        """`group_products`, or None."""
         if self.refs["h"] is None:
             return None
         return group_products(plt, self.refs["h"], self.refs["w"], self.row, first, zero, vocab=vocab,
@@ -95,7 +95,7 @@ class Row(NamedTuple):
 
 
 def drawn_in(plt, p: Row, raw, won: race.Race, first, keys, *, sample, vocab):
-    """(ids, processed logits, draw) from a group of the row's race, whose first id is `first` and raw logits are `[16]`."""
+    """(ids, processed logits, draw) from a group of the row's race, whose first id is `first`, and its products."""
     ids, x = group_logits(plt, p.refs, p.law, raw, p.row, first, vocab)
     return ids, x, finish.draw_in_group(keys, p.t, won, None, jnp.full_like(won.winner, first), ids, x, x, vocab=vocab,
                                         sample=sample)

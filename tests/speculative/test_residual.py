@@ -88,7 +88,8 @@ def test_padding_of_a_shard_has_no_mass(valid):
 
 @needs_triton
 @pytest.mark.parametrize("chains, w, kernels", [
-    (1, "both", {"search"}), (2, "both", {"search", "mass"}), (1, "target", set()), (1, "one token", {"search"}),
+    (1, "both", {"verify_chain"}), (2, "both", {"residual_search", "residual_mass"}), (1, "target", set()),
+    (1, "one token", {"verify_chain"}),
 ])  # fmt: skip
 @pytest.mark.parametrize("x64", [False, True])
 def test_lowers_for_a_gpu(chains, w, kernels, x64):
@@ -106,7 +107,8 @@ def test_lowers_for_a_gpu(chains, w, kernels, x64):
         text = jax.jit(run).trace(
             shape(*lead, 5, 256), shape(4100, 256), shape(*lead, 4, 128), shape(4100, 128), shape(*lead, 4, dtype=jnp.int32),
             jax.eval_shape(lambda: jax.random.key(0))).lower(lowering_platforms=("cuda",)).as_text()
-    assert {name for name in ("search", "mass", "race") if f"gumbeljax_residual_{name}" in text} == kernels
+    names = "residual_search", "residual_mass", "residual_race", "verify_chain"
+    assert {name for name in names if f"gumbeljax_{name}" in text} == kernels
 
 
 @pytest.mark.gpu

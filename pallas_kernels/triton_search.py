@@ -126,12 +126,12 @@ def share_of_search(plt, p: Row, q: Row, keys, factor, told_ref, share, leader_r
     none, of_best, of_others = (ranked(x) for x in (jnp.full_like(best, -jnp.inf), best, second))
     bound_of = lambda rank: kept.logits_of(rank | (padded - 1))  # noqa: E731  (the largest that its integer leaves open)
     if won is not None:
-        first_of_won = jnp.sum(jnp.where(won.winner == race.NO_ID, 0, won.winner), dtype=jnp.int32)
+        first_of_won = jnp.max(jnp.where(won.winner == race.NO_ID, 0, won.winner))
         is_won = tile == lax.div(first_of_won, jnp.int32(width))
         of_best = jnp.where(is_won, (FORCED & -padded) | tile, of_best)
         winner = jnp.where(is_won, lax.div(lax.rem(first_of_won, jnp.int32(width)), jnp.int32(noise.GROUP)), winner)
     of_column = jnp.max(of_best, axis=0)
-    rank = jnp.sum((of_column[:, None] > of_column[None, :]).astype(jnp.int32), axis=0, dtype=jnp.int32)
+    rank = jnp.sum(of_column[:, None] > of_column[None, :], axis=0, dtype=jnp.int32)
     is_mine = (lax.rem(rank, jnp.int32(shares)) == share)[None, :]
 
     def next_of(done):

@@ -93,7 +93,7 @@ def kernel(
     is_real &= dual.is_law(p_known) & dual.is_law(q_known)
     coin = noise.log_coin(keys[0], keys[1], 0)
 
-    at = lambda x, j: jnp.sum(jnp.where(place == j, x, 0), axis=0, keepdims=True, dtype=x.dtype)  # noqa: E731
+    at = lambda x, j: jnp.sum(jnp.where(place == j, x, jnp.zeros_like(x)), axis=0, dtype=x.dtype, keepdims=True)  # noqa: E731
     least = lambda condition: jnp.min(jnp.where(condition, place, draft_len))  # noqa: E731
     tree_at = lambda tree, j: jax.tree.map(lambda x: at(x, j), tree)  # noqa: E731
     # Where it is cold, the token drawn from p is known to the last bit, and at 0 the only one. It is asked for where the
@@ -119,7 +119,7 @@ def kernel(
     last = jnp.minimum(position, draft_len - 1)
     p = Row(target, laws[0], first_p + position, at(t, position), tree_at(p_known, position))
     q = Row(draft, laws[1], first_q + last, None if t_q is None else at(t_q, last), tree_at(q_known, last))
-    factor = jnp.where((position < num_proposed) & (p.t != 0.0), 1.0, 0.0)
+    factor = ((position < num_proposed) & (p.t != 0.0)).astype(jnp.float32)
     own = tree_at(won, position)
     found, drawn, log_drawn = share_of_search(
         plt, p, q, tuple(at(x, position) for x in keys), factor, told_ref, share, vectors_ref, (zero, num_columns + request),

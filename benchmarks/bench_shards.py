@@ -39,7 +39,7 @@ def work(x: Inputs, shards: int):
     words = _keys.row_keys(x.keys, batch_shape)
     piece = _shards.local_piece(operands, (*words, jnp.zeros_like(words[0])), config, None, False)
     numbers = said(piece, jnp.int32(0), False)
-    words = lax.optimization_barrier(piece.words)  # what would be gathered; the merge reads it `shards` times
+    words = lax.optimization_barrier(_shards.words_of(piece, numbers))  # to be gathered; the merge reads it `shards` times
     return _shards.merge_draws(*_shards.unpack(jnp.stack([words] * shards), numbers), t=operands.t).token
 
 

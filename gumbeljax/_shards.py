@@ -42,17 +42,22 @@ def kept_logits(operands: Operands, local: Operands, config: Config, *, with_tot
     return model, jnp.where(found.kept, x, -jnp.inf), found
 
 
+def words_of(piece: Piece, numbers) -> Array:
+    """The bits of what a shard says, int32 `[numbers, ...]`: as a kernel has put them, or put together here."""
+    if piece.words is not None and piece.words.shape[0] == len(numbers):
+        return piece.words
+    return jnp.stack([lax.bitcast_convert_type(x, jnp.int32) for x in numbers])
+
+
 def hear(piece: Piece, first, log_probs: bool, axes) -> tuple[Array, ...]:
     """What all shards say of their draws, the arguments of `merge_draws`; the first token of this one is `first`."""
     numbers = said(piece, first, log_probs)
-    if piece.words is None or piece.words.shape[0] != len(numbers):
-        return _mesh.gather(numbers, axes)
-    words, = _mesh.gather((piece.words,), axes)
+    words, = _mesh.gather((words_of(piece, numbers),), axes)
     return unpack(words, numbers)
 
 
 def unpack(words: Array, numbers) -> tuple[Array, ...]:
-    """Words `[shards, numbers, rows]` as the numbers whose bits they are, each `[shards, rows]`."""
+    """Words `[shards, numbers, ...]` as the numbers whose bits they are, each `[shards, ...]`."""
     return tuple(lax.bitcast_convert_type(words[:, i], x.dtype) for i, x in enumerate(numbers))
 
 

@@ -271,7 +271,7 @@ def test_the_interpreted_triton_kernel_as_a_shard(valid):
 
 def merged(pieces: list[Piece], width, t):
     """What `_shards.draw` does after its gather."""
-    draw, won, mass = jax.tree.map(lambda *x: jnp.stack(x), *pieces)
+    draw, won, mass = jax.tree.map(lambda *x: jnp.stack(x), *pieces)[:3]
     token = jnp.where(draw.token < 0, -1, draw.token + width * jnp.arange(len(pieces))[:, None])
     return _shards.merge_draws(won.high, won.low, token, won.top, won.total, draw.tempered_log_prob, draw.model_log_prob,
                                mass.top, mass.total, t=t)

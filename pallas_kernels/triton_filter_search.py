@@ -21,7 +21,6 @@ from pallas_kernels.triton_prefix import (
     add_up,
     branch,
     cumsum,
-    either,
     everything,
     fold,
     has_mass,
@@ -32,7 +31,6 @@ from pallas_kernels.triton_prefix import (
     nothing,
     number,
     ones,
-    plus,
     total_of,
 )
 
@@ -100,7 +98,7 @@ def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, few: Few, v
                 width = (gap >> jnp.uint32(4)) * step + (((gap & jnp.uint32(15)) * step) >> jnp.uint32(4))
                 return ends[0] + lax.bitcast_convert_type(width, jnp.int32)
 
-            yes = kept.at_least(plus(Mass(*above), total_of(mass, keys >= edges((1, 16)), axis=0)), target)
+            yes = kept.at_least(kept.plus(Mass(*above), total_of(mass, keys >= edges((1, 16)), axis=0)), target)
             return jnp.max(jnp.where(yes, edges((16,)), ends[0])), jnp.min(jnp.where(yes, ends[1], edges((16,))))
 
         return lax.while_loop(lambda ends: ends[0] + 1 < ends[1], cut, (low, high))[0]
@@ -169,7 +167,7 @@ def search(tokens: Tokens, row: Row, span: Span, few: Few, is_whole, vocab: int)
         inside, base = measure, everything(row)
         if row.top_k is not None:
             inside = lambda x, ids: Mass(*(jnp.where(is_inside(x, ids), m, 0) for m in measure(x, ids)))  # noqa: E731
-            base = either(is_k, branch(is_k & is_p, lambda: add_up(tokens, measure, is_inside, nothing()), nothing), base)
+            base = kept.either(is_k, branch(is_k & is_p, lambda: add_up(tokens, measure, is_inside, nothing()), nothing), base)
         target = kept.share(base, row.top_p)
         there = add_up(tokens, inside, in_span, span.above)
         enough = kept.at_least(there, target) & ~kept.at_least(span.above, target)

@@ -87,7 +87,7 @@ def sweep(*refs, shape: Shape, trees):
             mass: Mass = Mass(number, jnp.int32(0))
             if own.top_p is not None:
                 weight = Mass(*map(prefix.number, kept.fixed_point(total[None, None], own.total[None])))
-                mass = prefix.either(own.top_p < 1.0, weight, mass)
+                mass = kept.either(own.top_p < 1.0, weight, mass)
             put(shape, (out.whole, out.fine), (row, piece), tuple(mass))
             scatter(shape, out.bits, row, groups, bits, is_there)
 

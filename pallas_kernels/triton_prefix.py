@@ -107,11 +107,6 @@ def total_of(mass: Mass, where, axis=None) -> Mass:
     return Mass(whole, whole - whole if mass.fine is None else add(mass.fine))
 
 
-def plus(a: Mass, b: Mass) -> Mass:
-    """Their sum, carried."""
-    return kept.carried(a.whole + b.whole, a.fine + b.fine)
-
-
 def add_up(tokens: Tokens, measure, where, start: Mass) -> Mass:
     """`start` and the mass of the tokens where the condition, of logits and ids, holds."""
     def f(carry, x, ids):
@@ -136,14 +131,9 @@ def has_mass(mass: Mass):
     return (mass.whole if mass.fine is None else mass.whole | mass.fine) != 0
 
 
-def either(condition, a, b):
-    """`a` where the scalar condition holds, else `b`; tuples of scalars."""
-    return type(a)(*(jnp.where(condition, x, y) for x, y in zip(a, b, strict=True)))
-
-
 def least_of(a: Mass, b: Mass) -> Mass:
     """The smaller of two scalar masses."""
-    return either(kept.at_least(a, b), b, a)
+    return kept.either(kept.at_least(a, b), b, a)
 
 
 def ones(x, ids) -> Mass:

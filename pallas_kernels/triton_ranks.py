@@ -134,10 +134,10 @@ def end_among(tokens: Ranked, own: Row, is_all, vocab: int) -> Found:
     if own.top_p is not None:
         add = functools.partial(of_all, functools.partial(jnp.sum, dtype=jnp.int32))
         there = kept.carried(*(add(jnp.where(is_kept, words, 0)) for words in tokens.mass))
-        target = kept.share(prefix.either(is_k, there, prefix.everything(own)), own.top_p)
+        target = kept.share(kept.either(is_k, there, prefix.everything(own)), own.top_p)
         p_found = is_p & k_found & (is_all | kept.at_least(there, target))
         is_kept &= ~is_p | ~kept.at_least(tokens.above, prefix.least_of(target, there))  # what comes before is not enough
     last = of_all(jnp.min, jnp.where(is_kept, tokens.x, jnp.inf))
     last_id = of_all(jnp.max, jnp.where(is_kept & (tokens.x == last), tokens.ids, -1))
     is_found = ~(is_p & ~k_found) & ((is_k & k_found) | p_found)
-    return Found(prefix.either(is_found, Kept(kept.ordered_keys(last), last_id), prefix.no_end(vocab)), is_found)
+    return Found(kept.either(is_found, Kept(kept.ordered_keys(last), last_id), prefix.no_end(vocab)), is_found)

@@ -36,10 +36,11 @@ class Config(NamedTuple):
     axis_name: tuple[str, ...] = ()  # mesh axes that cut the vocabulary; `vocab` is then that of one shard
     tiles: Tiles | None = None  # None: those of the implementation's rule
     all_vocab: int | None = None  # tokens of all shards that are no padding; None where there are no shards
+    one_temperature: bool = False  # known to be the same number for all rows
 
     def stages(self) -> _implementation.Stages:
         """Stage 1 of the chosen implementation."""
-        return _implementation.stages(self.implementation, self.device, self.tiles)
+        return _implementation.stages(self.implementation, self.device, self.tiles, one_temperature=self.one_temperature)
 
     def shape_arguments(self) -> dict:
         """What every stage 1 needs to know about the table."""
@@ -108,10 +109,12 @@ def prepare(h, w, *, temperature=1.0, top_k=None, top_p=None, min_p=None, valid_
         head.h, head.w, implementation, device, vocab_axis=head.vocab_axis,
         options=Elementwise(None, None, *operands.dense(), valid), groups=groups, filters=operands.filters is not None,
         one_draw=one_draw and not axes)
+    # A traced filter or penalty that breaks its rule takes the temperature of its row away.
+    one_temperature = jnp.ndim(temperature) == 0 and operands.filters is None and processors is None
     config = Config(
         name, device, head.vocab, head.vocab_axis, _checks.constant(scale, "scale"),
         _checks.constant(soft_cap, "soft_cap", positive=True), _implementation.precision_of(precision, head.h.dtype), axes,
-        tiles, vocab)
+        tiles, vocab, one_temperature)
     return operands, config, head.batch_shape
 
 

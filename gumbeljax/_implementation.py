@@ -144,8 +144,9 @@ class Stages(NamedTuple):
     mass_pieces: Callable | None = None
 
 
-def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None) -> Stages:
-    """The functions of an implementation; those of all implementations take the same arguments."""
+def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None, *, one_temperature: bool = False) -> Stages:
+    """The functions of an implementation; those of all implementations take the same arguments. `one_temperature`: that of all
+    rows is the same number."""
     if implementation == "xla":
         if tiles is None and device.platform != "cpu":
             tiles = XlaTiles(32768)  # long blocks keep an accelerator busy
@@ -171,12 +172,13 @@ def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None)
     if implementation == "triton":
         return by_triton
     machine["tiles"] = tiles
-    return by_triton._replace(draw=functools.partial(mosaic.draw, plt=plt, **machine),
-                              piece=functools.partial(mosaic.piece, plt=plt, **machine),
-                              scored_piece=functools.partial(mosaic.scored_piece, plt=plt, **machine),
-                              mass=functools.partial(mosaic.stage1_mass, plt=plt, **machine),
-                              race_pieces=functools.partial(mosaic.race_pieces, **machine),
-                              mass_pieces=functools.partial(mosaic.mass_pieces, **machine))
+    both_stages = {**machine, "plt": plt, "one_temperature": one_temperature}
+    return by_triton._replace(
+        draw=functools.partial(mosaic.draw, **both_stages), piece=functools.partial(mosaic.piece, **both_stages),
+        scored_piece=functools.partial(mosaic.scored_piece, **both_stages),
+        mass=functools.partial(mosaic.stage1_mass, **both_stages),
+        race_pieces=functools.partial(mosaic.race_pieces, **machine),
+        mass_pieces=functools.partial(mosaic.mass_pieces, **machine))
 
 
 def precision_of(precision, dtype) -> jax.lax.Precision | None:

@@ -23,8 +23,10 @@ from pallas_kernels import noise, race, triton_merge
 from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.logits import Elementwise, model_logits
 from pallas_kernels.mosaic_race import Tile, columns, logits_steps, mass_steps, over, race_steps, row_vector, store
-from pallas_kernels.mosaic_tiles import NUM_SMS, PART, choose_pace, choose_tiles
+from pallas_kernels.mosaic_tiles import NUM_SMS, PART, choose_pace, choose_tiles, num_row_tiles, rows_of
+from pallas_kernels.tiles import MosaicTiles
 from pallas_kernels.triton_merge import Head
+from pallas_kernels.vectors import Vectors, pack, places, vectors_of
 
 
 def why_not(h, w, options, vocab_axis: int) -> str | None:
@@ -57,7 +59,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     `[rows and padding, ids and padding]`, and of each group the largest processed one and that of `sample_of`,
     `[rows and padding, groups and padding]`.
 
-    `vectors`: what `triton_merge.pack` says of these rows from `column` on, where it was made for more than them.
+    `vectors`: what is to be read of these rows, from `column` on where it was made for more than them.
 
     A program keeps one tile of rows and walks over every n-th tile of the vocabulary. Its third warpgroup fetches ahead, over
     the ends of tiles too; the other two draw from the logits of one tile while the tensor cores make those of the next.
@@ -80,9 +82,9 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     # Products read registers until they are done, so that of two neighbours each needs its own: steps of a loop go by twos.
     together = 2 if quantized and k == PART else 1
     cta_m, cta_n = (wgs * m, n) if tiles.split_rows else (m, wgs * n)
-    row_tiles, vocab_tiles, steps = pl.cdiv(num_rows, cta_m * pair) * pair, pl.cdiv(vocab, cta_n), d_model // k
+    row_tiles, vocab_tiles, steps = num_row_tiles(num_rows, tiles), pl.cdiv(vocab, cta_n), d_model // k
     words = keys if wanted == "race" else ()
-    vectors = triton_merge.pack(t, words) if vectors is None else vectors
+    vectors = Vectors(pack(t, words)) if vectors is None else vectors
     if row_tiles > num_sms:
         if wanted == "logits":
             raise ValueError(f"h must have at most {num_sms * cta_m} rows where logits are stored; got {num_rows}.")
@@ -110,6 +112,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         transforms = mgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), mgpu.SwizzleTransform(swizzle)
         return mgpu.SMEM((slots, *shape), dtype, transforms=transforms)
 
+    of_vectors = jax.tree.structure(vectors)
     barrier = functools.partial(mgpu.ClusterBarrier, collective_axes=tuple(cluster)) if cluster else mgpu.Barrier
     scratch = {"h_smem": buffer((h_rows if quantized else cta_m, k)),
                "w_smem": buffer((cta_n, k) if vocab_axis == 0 else (k, cta_n), w.dtype),
@@ -137,8 +140,10 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
     if wanted == "logits":
         out_type += [jax.ShapeDtypeStruct((all_rows, all_ids // size), jnp.float32) for size in (1, noise.GROUP, noise.GROUP)]
 
-    def kernel(h_gmem, w_gmem, vectors_gmem, *out_gmem, h_smem, w_smem, filled, emptied, results=(), logits: Any = None,
+    def kernel(h_gmem, w_gmem, *out_gmem, h_smem, w_smem, filled, emptied, results=(), logits: Any = None,
                exchange: Any = None, told: Any = None):
+        vectors_gmem = jax.tree.unflatten(of_vectors, out_gmem[:of_vectors.num_leaves])
+        out_gmem = out_gmem[of_vectors.num_leaves:]
         scale_gmem: Any = out_gmem[0]  # of 8 bits
         out_gmem = out_gmem[1:] if quantized else out_gmem
         out_gmem, of_tiles_gmem = out_gmem[:num_merged], out_gmem[num_merged:]
@@ -247,16 +252,17 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                     return part
 
                 tile = Tile(group, n // noise.GROUP, first_id)
-                my_columns = pl.ds(column + first_row, m)
-                mine = [row_vector(mgpu, vectors_gmem.at[i, my_columns]) for i in range(2 + len(words))]
-                my_t, scale = (lax.bitcast_convert_type(v, jnp.float32) for v in mine[:2])
+                here = places(vectors_gmem, pl.ds(column + first_row, m), len(words))
+                my_t, scale, *my_words = (row_vector(mgpu, ref, at, m) for ref, at in here)
+                if vectors.packed is not None:
+                    my_t, scale = (lax.bitcast_convert_type(v, jnp.float32) for v in (my_t, scale))
                 if wanted == "mass":
                     steps_of_tile = mass_steps(tile, scale, best)
                 elif wanted == "logits":
                     steps_of_tile = logits_steps(tile, scale, best, functools.partial(keep_logits, x, turn))
                 else:
                     keep = functools.partial(keep_scores, turn) if with_scores else None
-                    steps_of_tile = race_steps(mgpu, tile, my_t, scale, mine[2:], sample, best, keep)
+                    steps_of_tile = race_steps(mgpu, tile, my_t, scale, my_words, sample, best, keep)
                 if twins == 1 or vocab % cta_n or vocab_tiles % 2 == 0:
                     return steps_of_tile
                 # A tile behind the vocabulary says nothing; where the last tile is not whole, the ids above say it.
@@ -270,7 +276,7 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
                 drawing = draw_steps(x, turn - 1, best_before)
                 if quantized:
                     first_id = (walker + turn * walkers) * cta_n + wg * ids_each
-                    weight_scale = row_vector(mgpu, scale_gmem.at[pl.ds(first_id, ids_each)])
+                    weight_scale = row_vector(mgpu, scale_gmem, (pl.ds(first_id, ids_each),), ids_each)
 
                 def multiply(accumulator):
                     def issue(slot):
@@ -361,18 +367,26 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
         compiler_params=mgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Warpgroup,
                                             approx_math=options.soft_cap is None, unsafe_no_auto_barriers=True))
     with jax.enable_x64(False):  # indices are 32-bit numbers, in 64-bit mode too
-        return run(h, w, vectors, *scales)
+        return run(h, w, *jax.tree.leaves(vectors), *scales)
+
+
+def vectors_for(h, t, keys, tiles: MosaicTiles, one_temperature: bool) -> Vectors:
+    """What both stages read of the rows of h."""
+    return vectors_of(t, keys, one_temperature=one_temperature, rows_read=num_row_tiles(h.shape[0], tiles) * rows_of(tiles))
 
 
 def piece(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, sample=0, vocab_axis=0, precision=None,
-          with_model=False, tiles=None, num_sms=NUM_SMS) -> Piece:
-    """As `xla.piece`. `mgpu` and `plt` are jax's Mosaic GPU and Triton modules: the finish is a Triton kernel."""
+          with_model=False, tiles=None, num_sms=NUM_SMS, one_temperature=False) -> Piece:
+    """As `xla.piece`. `mgpu` and `plt` are jax's Mosaic GPU and Triton modules: the finish is a Triton kernel.
+    `one_temperature`: t is one number, broadcast."""
     del precision  # products of 16-bit floats are exact in float32
+    tiles = tiles or choose_tiles(h.shape[0], vocab, vocab_axis, num_sms, w.dtype.itemsize, h.shape[1])
+    vectors = vectors_for(h, t, keys, tiles, one_temperature)
     high, low, top, total, *model, winner, logits = launch(
         h, w, keys, t, options, mgpu=mgpu, wanted="race", vocab=vocab, vocab_axis=vocab_axis, with_model=with_model,
-        tiles=tiles, num_sms=num_sms, sample=sample)
+        tiles=tiles, num_sms=num_sms, sample=sample, vectors=vectors)
     return triton_merge.merge(keys, t, race.Race(high, low, winner, top, total), model[0] if with_model else None, logits,
-                              plt=plt, vocab=vocab, sample=sample)
+                              plt=plt, vocab=vocab, sample=sample, vectors=vectors)
 
 
 def race_pieces(h, w, keys, t, options=Elementwise(), *, mgpu, vocab, vectors, sample=0, vocab_axis=0, precision=None,
@@ -387,18 +401,19 @@ def race_pieces(h, w, keys, t, options=Elementwise(), *, mgpu, vocab, vectors, s
 
 
 def scored_piece(h, w, keys, t, options=Elementwise(), *, mgpu, plt, vocab, sample=0, vocab_axis=0, precision=None,
-                 tiles=None, num_sms=NUM_SMS) -> tuple[Piece, race.Scores]:
-    """As `xla.scored_piece`."""
+                 tiles=None, num_sms=NUM_SMS, one_temperature=False) -> tuple[Piece, race.Scores]:
+    """As `xla.scored_piece`; other arguments as in `piece`."""
     del precision
     tiles = tiles or choose_tiles(h.shape[0], vocab, vocab_axis, num_sms, w.dtype.itemsize, h.shape[1])
+    vectors = vectors_for(h, t, keys, tiles, one_temperature)
     # To make them again takes less memory than to keep them, and with few rows no more time.
     with_logits = h.shape[0] > 128 or options.weight_scale is not None
     high, low, top, total, winner, *logits, told = launch(
         h, w, keys, t, options, mgpu=mgpu, wanted="race", vocab=vocab, vocab_axis=vocab_axis, with_model=False,
-        tiles=tiles, num_sms=num_sms, sample=sample, with_scores=True, with_logits=with_logits)
+        tiles=tiles, num_sms=num_sms, sample=sample, with_scores=True, with_logits=with_logits, vectors=vectors)
     of_winner = logits[0] if with_logits else Head(h, w, options, vocab_axis)
     drawn = triton_merge.merge(keys, t, race.Race(high, low, winner, top, total), None, of_winner, plt=plt, vocab=vocab,
-                               sample=sample)
+                               sample=sample, vectors=vectors)
     return drawn, race.Scores(told, tiles.vocab)
 
 
@@ -436,6 +451,11 @@ def mass_pieces(h, w, t, options=Elementwise(), *, mgpu, vocab, vocab_axis=0, pr
     return race.Mass(top, argmax, total)
 
 
-def stage1_mass(h, w, t, options=Elementwise(), *, plt, **shape):
-    """As `xla.stage1_mass`: Mass of the processed law, each leaf `[rows]`."""
-    return triton_merge.merge_masses(mass_pieces(h, w, t, options, **shape), t, plt=plt)
+def stage1_mass(h, w, t, options=Elementwise(), *, plt, vocab, vocab_axis=0, tiles=None, num_sms=NUM_SMS,
+                one_temperature=False, **shape) -> race.Mass:
+    """As `xla.stage1_mass`: Mass of the processed law, each leaf `[rows]`; other arguments as in `piece`."""
+    tiles = tiles or choose_tiles(h.shape[0], vocab, vocab_axis, num_sms, w.dtype.itemsize, h.shape[1])
+    vectors = vectors_for(h, t, (), tiles, one_temperature)
+    pieces = mass_pieces(h, w, t, options, vocab=vocab, vocab_axis=vocab_axis, tiles=tiles, num_sms=num_sms, vectors=vectors,
+                         **shape)
+    return triton_merge.merge_masses(pieces, t, plt=plt, vectors=vectors)

@@ -41,10 +41,12 @@ def over(shape):
     return lambda v: lax.broadcast_in_dim(v, shape, (0,))
 
 
-def row_vector(mgpu, ref):
-    """Loads `[rows]`."""
+def row_vector(mgpu, ref, index, size: int):
+    """Loads `[size]` rows; a number that has no slice in its index is that of all of them."""
     layout = mgpu.Layout.WGMMA.reduce(1)
-    return mgpu.layout_cast(mgpu.load(ref, layout=layout, optimized=False), layout)
+    if not any(isinstance(i, pl.Slice) for i in index):
+        return mgpu.layout_cast(jnp.full((size,), ref[index]), layout)
+    return mgpu.layout_cast(mgpu.load(ref.at[index], layout=layout, optimized=False), layout)
 
 
 def store(mgpu, ref, value):

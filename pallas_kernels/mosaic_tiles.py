@@ -66,6 +66,17 @@ def choose_tiles(num_rows: int, vocab: int, vocab_axis: int = 0, num_sms: int = 
     return MosaicTiles(split_rows, width, coordinates, steps, pair_rows, split_rows and not pair_rows, warpgroups)
 
 
+def num_row_tiles(num_rows: int, tiles: MosaicTiles) -> int:
+    """Of how many tiles of rows a program has one; pairs of them are whole."""
+    together = 1 + tiles.pair_rows
+    return pl.cdiv(num_rows, rows_of(tiles) * together) * together
+
+
+def rows_of(tiles: MosaicTiles) -> int:
+    """Of a tile of rows."""
+    return 64 * tiles.warpgroups if tiles.split_rows else 64
+
+
 def choose_pace(tiles: MosaicTiles, wanted: str, itemsize: int = 2) -> int:
     """Of how many products one has a step of drawing beside it.
 

@@ -32,11 +32,11 @@ from pallas_kernels.tiles import TritonTiles
 from pallas_kernels.triton import operands
 from pallas_kernels.triton_finish import given, like
 from pallas_kernels.triton_gap import conclude, sweep
-from pallas_kernels.triton_merge import pack
 from pallas_kernels.triton_prefix import FEW
 from pallas_kernels.triton_rows import block_of, pieces_each, put, row_of, scatter, split, tokens_at, tokens_of
 from pallas_kernels.triton_settle import settle
 from pallas_kernels.triton_shapes import RANKED, WARPS_TO_CONCLUDE, WARPS_TO_SETTLE, Inputs, Shape, State, Summary, Sweep
+from pallas_kernels.vectors import pack
 
 
 def summarise(*refs, shape: Shape, trees):

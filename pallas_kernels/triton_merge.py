@@ -11,8 +11,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import finish, noise, race
 from pallas_kernels.finish import Draw, Piece
-from pallas_kernels.logits import LOG2_E, Elementwise, inverse_temperature, model_logits
+from pallas_kernels.logits import Elementwise, model_logits
 from pallas_kernels.triton_finish import group_products, like
+from pallas_kernels.vectors import Vectors, pack, places
 
 MASS_ROWS = 16  # rows of a program
 AT_ONCE = 128  # pieces of which all logits are read, without waiting for the winner
@@ -27,32 +28,28 @@ class Head(NamedTuple):
     vocab_axis: int
 
 
-def pack(t, keys=(), spare=0):
-    """Temperatures, `log2(e) / T` and the words of the keys as one uint32 `[2 + keys, rows]`, with room for a tile of any size,
-    and at least `spare` columns of zeros.
-
-    Both stages ask for it, and XLA makes it once: one small kernel, where every array of its own would be one more.
-    """
-    vectors = t, inverse_temperature(t) * LOG2_E, *keys
-    packed = jnp.stack([lax.bitcast_convert_type(x, jnp.uint32) for x in vectors])
-    return jnp.pad(packed, ((0, 0), (0, spare + -(t.shape[0] + spare) % 256)))
+def row_numbers(plt, refs: Vectors, rows, num_keys: int):
+    """(T, words of the keys) of some rows, an index or a slice."""
+    (t_ref, at_t), _, *words = places(refs, rows, num_keys)
+    t = plt.load(t_ref.at[at_t])
+    return t if t.dtype == jnp.float32 else lax.bitcast_convert_type(t, jnp.float32), [plt.load(x.at[at]) for x, at in words]
 
 
 def kernel(
-    vectors_ref,  # of `pack`; among the keys, the first id of a shard
-    *refs,  # [pieces, rows], f32, winner i32: high, low, winner, top, total(, model total); logits f32 [pieces, rows, 16], or
-    # h and w; outputs
-    with_model, num_keys, sample, plt, vocab, num_pieces, raw,
+    *refs,  # Vectors; [pieces, rows], f32, winner i32: high, low, winner, top, total(, model total); logits f32
+    # [pieces, rows, 16], or h and w; outputs
+    vectors, with_model, num_keys, sample, plt, vocab, num_pieces, raw,
 ):
-    """What one program does: the draw of its row. `raw`: how to make logits, or None."""
+    """What one program does: the draw of its row. `vectors`: their structure. `raw`: how to make logits, or None."""
+    vector_refs, refs = jax.tree.unflatten(vectors, refs[:vectors.num_leaves]), refs[vectors.num_leaves:]
     race_refs, refs = refs[:5 + with_model], refs[5 + with_model:]
     logits_refs, out_refs = (refs[:1], refs[1:]) if raw is None else (refs[:2], refs[2:])
     row = pl.program_id(0)
     zero = row - row  # a start that is not a constant: JAX refuses slices that it can see to end out of bounds, masked or not
     padded = pl.next_power_of_2(num_pieces)
     piece = lax.broadcasted_iota(jnp.int32, (padded,), 0)
-    t = lax.bitcast_convert_type(plt.load(vectors_ref.at[zero, row]), jnp.float32)[None]
-    keys = tuple(plt.load(vectors_ref.at[zero + 2 + i, row])[None] for i in range(num_keys))
+    t, words = row_numbers(plt, vector_refs, row, num_keys)
+    t, keys = t[None], tuple(word[None] for word in words)
     empties = (-jnp.inf, 0.0, race.NO_ID, -jnp.inf, 0.0, 0.0)
     high, low, winner, top, total, *model_total = (
         plt.load(ref.at[pl.ds(zero, padded), row], mask=piece < num_pieces, other=other)[:, None]
@@ -91,17 +88,20 @@ def group_of(plt, h_ref, w_ref, row, first, zero, *, scale, soft_cap, d_model, v
     return model_logits(jnp.sum(x, axis=1)[:, None], scale, soft_cap)
 
 
-def merge(keys, t, pieces: race.Race, model_total, logits, *, plt, vocab, sample=0, interpret=False) -> Piece:
+def merge(keys, t, pieces: race.Race, model_total, logits, *, plt, vocab, sample=0, vectors: Vectors | None = None,
+          interpret=False) -> Piece:
     """As `finish.finish`, from the unmerged leaves `[pieces, rows]` of stage 1 and the model logits of each piece's winning
     group `[pieces, rows, 16]`, or a `Head` to make those of the winner from. Without bias and mask the processed logits are the
-    model's, so the two laws share `top`."""
+    model's, so the two laws share `top`. `vectors`: t and keys as stage 1 had them."""
+    vectors = Vectors(pack(t, keys)) if vectors is None else vectors
     num_rows, with_model, raw = t.shape[0], model_total is not None, None
     if isinstance(logits, Head):
         raw = functools.partial(group_of, scale=logits.options.scale, soft_cap=logits.options.soft_cap,
                                 d_model=logits.h.shape[1], vocab_axis=logits.vocab_axis)
-    arguments = [pack(t, keys), *pieces, *([model_total] if with_model else []), *([logits] if raw is None else logits[:2])]
-    body = functools.partial(kernel, with_model=with_model, num_keys=len(keys), sample=sample, plt=plt, vocab=vocab,
-                             num_pieces=pieces.high.shape[0], raw=raw)
+    arguments = [*jax.tree.leaves(vectors), *pieces, *([model_total] if with_model else []),
+                 *([logits] if raw is None else logits[:2])]
+    body = functools.partial(kernel, vectors=jax.tree.structure(vectors), with_model=with_model,
+                             num_keys=len(keys), sample=sample, plt=plt, vocab=vocab, num_pieces=pieces.high.shape[0], raw=raw)
     f32, i32 = (like(arguments, (num_rows,), dtype) for dtype in (jnp.float32, jnp.int32))
     # A shard sends its answer as one array: the kernel makes it, since XLA would spend a launch on it.
     words = like(arguments, (9 if with_model else 5, num_rows), jnp.int32) if len(keys) > 2 else None
@@ -113,8 +113,10 @@ def merge(keys, t, pieces: race.Race, model_total, logits, *, plt, vocab, sample
     return Piece(Draw(token, model_log_prob, tempered, tempered, log_normalizer), won, mass, words)
 
 
-def mass_kernel(vectors_ref, top_ref, argmax_ref, total_ref, *out_refs, plt, num_pieces, num_rows):
-    """The masses of some rows; vectors are those of `pack`, masses are `[pieces, at least as many rows]`."""
+def mass_kernel(*refs, vectors, plt, num_pieces, num_rows):
+    """The masses of some rows: Vectors, a Mass `[pieces, at least as many rows]`, a Mass `[rows]`."""
+    vector_refs, refs = jax.tree.unflatten(vectors, refs[:vectors.num_leaves]), refs[vectors.num_leaves:]
+    (top_ref, argmax_ref, total_ref), out_refs = refs[:3], refs[3:]
     first = pl.program_id(0) * MASS_ROWS
     rows = first + lax.broadcasted_iota(jnp.int32, (MASS_ROWS,), 0)
     shape = pl.next_power_of_2(num_pieces), MASS_ROWS
@@ -122,16 +124,19 @@ def mass_kernel(vectors_ref, top_ref, argmax_ref, total_ref, *out_refs, plt, num
     zero = first - first
     top, argmax, total = (plt.load(ref.at[pl.ds(zero, shape[0]), pl.ds(first, MASS_ROWS)], mask=exists, other=other)
                           for ref, other in ((top_ref, -jnp.inf), (argmax_ref, race.NO_ID), (total_ref, 0)))
-    t = lax.bitcast_convert_type(plt.load(vectors_ref.at[zero, pl.ds(first, MASS_ROWS)]), jnp.float32)
+    t, _ = row_numbers(plt, vector_refs, pl.ds(first, MASS_ROWS), 0)
     for ref, value in zip(out_refs, race.merge_masses(race.Mass(top, argmax, total), t), strict=True):
         plt.store(ref.at[pl.ds(first, MASS_ROWS)], value, mask=rows < num_rows)
 
 
-def merge_masses(pieces: race.Mass, t, *, plt, interpret=False) -> race.Mass:
-    """As `race.merge_masses` in one launch, where XLA makes four; the rows of `pieces` may be padded."""
+def merge_masses(pieces: race.Mass, t, *, plt, vectors: Vectors | None = None, interpret=False) -> race.Mass:
+    """As `race.merge_masses` in one launch, where XLA makes four; the rows of `pieces` may be padded. `vectors`: as in
+    `merge`."""
+    vectors = Vectors(pack(t)) if vectors is None else vectors
     num_pieces, num_rows = pieces.top.shape[0], t.shape[0]
-    arguments = pack(t), *pieces
-    body = functools.partial(mass_kernel, plt=plt, num_pieces=num_pieces, num_rows=num_rows)
+    arguments = *jax.tree.leaves(vectors), *pieces
+    body = functools.partial(mass_kernel, vectors=jax.tree.structure(vectors), plt=plt, num_pieces=num_pieces,
+                             num_rows=num_rows)
     out_shape = [like(arguments, (num_rows,), x.dtype) for x in pieces]
     return race.Mass(*pl.pallas_call(
         body, grid=(pl.cdiv(num_rows, MASS_ROWS),), out_shape=out_shape, interpret=interpret, name="gumbeljax_merge_masses",

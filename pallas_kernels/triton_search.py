@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import dual, finish, kept, noise, race, search
 from pallas_kernels.logits import Elementwise, model_logits, processed_logits
 from pallas_kernels.triton_finish import given, group_option, group_products, like
-from pallas_kernels.triton_merge import pack
+from pallas_kernels.vectors import pack
 
 MOST = 64  # groups that a shard looks at on average where their bounds alone decide: at most exp(-x) groups on average have a
 # score above x, for every p

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels import dual, finish, noise, race, search
 from pallas_kernels.logits import Elementwise, model_logits, processed_logits
 from pallas_kernels.triton_finish import like, products
-from pallas_kernels.triton_merge import pack
 from pallas_kernels.triton_search import WARPS, Row, arguments_of, choose_shares, drawn_in, share_of_search, vectors_at
+from pallas_kernels.vectors import Vectors, pack
 
 PIECES = 2**12  # numbers of pieces and rows that a program merges at a time
 WARM = 0.25  # at a lower temperature the rounding of logits that are made again matters, divided by it
@@ -165,11 +165,11 @@ def verify_chain(target: dual.Side, draft: dual.Side, keys, tokens, lens, *, rac
     num_columns = t.shape[0]
     padded = tuple(jnp.pad(x, (0, num_columns - num_targets)) for x in keys)
     vectors = pack(t, padded, spare=256 + requests)
-    options = {"sample": sample, "vectors": vectors}
-    pieces, scores = race_pieces(target.h, target.w, keys, target.t, target.options, **options)
+    pieces, scores = race_pieces(target.h, target.w, keys, target.t, target.options, sample=sample,
+                                 vectors=Vectors(vectors))
     known = draft.normalizer
     if draft.h is not None:
-        known = mass_pieces(draft.h, draft.w, draft.t, draft.options, vectors=vectors, column=num_targets)
+        known = mass_pieces(draft.h, draft.w, draft.t, draft.options, vectors=Vectors(vectors), column=num_targets)
     (p, p_law), (q, q_law) = (arguments_of(side._replace(normalizer=x), own)
                               for side, x, own in ((target, pieces, vectors), (draft, known, None)))
     flat, structure = jax.tree.flatten((p, q, tokens.reshape(-1), lens, scores.told))

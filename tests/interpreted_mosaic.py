@@ -9,10 +9,10 @@ import pytest
 from jax import lax
 
 from gumbeljax import _compat
-from pallas_kernels import finish, mosaic, mosaic_race, race, triton_filtered, triton_merge
+from pallas_kernels import finish, mosaic, mosaic_race, race, triton_filtered, triton_merge, vectors
 from pallas_kernels.kept import Filters
 from pallas_kernels.logits import Elementwise, canonical_temperature
-from pallas_kernels.mosaic_tiles import PART
+from pallas_kernels.mosaic_tiles import PART, choose_tiles
 from pallas_kernels.tiles import MosaicTiles
 from tests import heads, oracles
 from tests.speculative.test_search import check_scores
@@ -58,12 +58,14 @@ def mosaic_stage1(h, w, words, t, options, *, vocab, vocab_axis=0, tiles=None, w
     return [x[:, :h.shape[0]] for x in out]
 
 
-def mosaic_piece(h, w, words, t, options, *, vocab, sample=0, **table):
+def mosaic_piece(h, w, words, t, options, *, vocab, sample=0, tiles=None, one_temperature=False, num_sms=1, **table):
     """Both stages, the second under Triton's interpreter."""
+    tiles = tiles or choose_tiles(h.shape[0], vocab, table.get("vocab_axis", 0), num_sms, w.dtype.itemsize, h.shape[1])
+    vectors = mosaic.vectors_for(h, t, words, tiles, one_temperature)
     high, low, top, total, model, winner, logits = mosaic_stage1(h, w, words, t, options, vocab=vocab, sample=sample,
-                                                                      **table)
+                                                                 tiles=tiles, vectors=vectors, num_sms=num_sms, **table)
     return triton_merge.merge(words, t, race.Race(high, low, winner, top, total), model, logits, plt=plt, vocab=vocab,
-                              sample=sample, interpret=True)
+                              sample=sample, vectors=vectors, interpret=True)
 
 
 @pytest.mark.parametrize("vocab_axis, rows, num_sms, tiles", [
@@ -72,17 +74,18 @@ def mosaic_piece(h, w, words, t, options, *, vocab, sample=0, **table):
     (0, 3, 2, MosaicTiles(False, 80, 64, 3)), (0, 9, 5, MosaicTiles(False, 64, 64, 2, pair_vocab=True)),
     (0, 70, 3, MosaicTiles(True, 64, 64, 2, pair_vocab=True)), (0, 200, 2, MosaicTiles(True, 112, 64, 2, True)),
     (0, 150, 2, MosaicTiles(True, 96, 64, 2, pair_vocab=True, warpgroups=3)),
-    (0, 200, 2, MosaicTiles(True, 144, 64, 2, True))])
+    (0, 200, 2, MosaicTiles(True, 144, 64, 2, True)), (0, 128, 2, MosaicTiles(True, 64, 64, 2))])
 def test_interpreted_mosaic_kernel_equals_the_oracle(vocab_axis, rows, num_sms, tiles):
-    # Behind the vocabulary lie padding and, for the last of some twins, nothing: five whole tiles of 64.
+    # 64 and 128 rows are whole tiles, the latter at one temperature: what is read of them is not packed. Behind the vocabulary
+    # lie padding and, for the last of some twins, nothing: five whole tiles of 64.
     vocab, width = (320, 320) if rows == 70 else (509, 576)
     h, w = heads.exact_head(width, 128, rows, jnp.bfloat16, vocab_axis)
     _, words = heads.keys_of(9, rows)
     arrays = tuple(jnp.asarray(words.T))
-    t = np.random.default_rng(0).choice([0.0, 1e-6, 0.5, 1.0, 2.0], rows)
+    t = np.full(rows, 0.5) if rows == 128 else np.random.default_rng(0).choice([0.0, 1e-6, 0.5, 1.0, 2.0], rows)
     options = Elementwise(0.5, 6.0)
     table = {"vocab": vocab, "vocab_axis": vocab_axis, "tiles": tiles, "num_sms": num_sms}
-    out = mosaic_piece(h, w, arrays, canonical_temperature(t), options, **table).draw
+    out = mosaic_piece(h, w, arrays, canonical_temperature(t), options, one_temperature=rows == 128, **table).draw
     laws = oracles.processed_logits(heads.exact_logits(h, w, vocab_axis), scale=0.5, soft_cap=6.0, valid_vocab=vocab)
     heads.assert_pathwise(out.token, laws.processed, words, t)
     i = np.arange(rows)
@@ -144,7 +147,7 @@ def test_scores_of_the_tiles_equal_the_oracle(rows, num_sms, tiles):
         np.testing.assert_array_equal(a, b)
     mass = functools.partial(mosaic_stage1, h, w, (), canonical_temperature(t), Elementwise(), wanted="mass", vocab=vocab,
                              tiles=tiles, num_sms=num_sms)
-    behind_others = triton_merge.pack(canonical_temperature(np.concatenate([t[::-1] + 1, t])), spare=256)
+    behind_others = vectors.Vectors(vectors.pack(canonical_temperature(np.concatenate([t[::-1] + 1, t])), spare=256))
     for a, b in zip(mass(), mass(vectors=behind_others, column=rows), strict=True):
         np.testing.assert_array_equal(a, b)
     high, low, top, total, _, winner = kept

@@ -159,7 +159,7 @@ def stages(implementation: str, device: DeviceFacts, tiles: Tiles | None = None,
 
     _compat.quiet_triton_deprecation()
     plt = _compat.pallas_triton()
-    one = (functools.partial(f, plt=plt, tiles=tiles if implementation == "triton" else None)
+    one = (functools.partial(f, plt=plt, tiles=tiles if implementation == "triton" else None, one_temperature=one_temperature)
            for f in (triton.draw, triton.piece, triton.stage1_mass, triton.stage1_groups, triton.scored_piece))
     rest = triton_dual.residual_draw, triton_dual.residual_mass, triton_search.search_rows
     machine = {"mgpu": None if _unavailable("mosaic", device) else _compat.pallas_mosaic(),

@@ -49,7 +49,8 @@ def candidates(h, w, vocab_axis: int = 0) -> list[Candidate]:
             # XLA is slow for a GPU's many rows, and takes long to compile: no search there.
             near = near_xla(rule, head.vocab) if device.platform == "cpu" else iter([rule])
         elif name == "triton":
-            near = near_triton(triton.default_tiles(rows, d_model, head.h.dtype, head.w.dtype), head.h.dtype, head.w.dtype)
+            dtypes = head.h.dtype, head.w.dtype
+            near = near_triton(triton.default_tiles(rows, d_model, *dtypes, head.vocab), *dtypes)
         else:
             itemsize = head.w.dtype.itemsize
             rule = mosaic_tiles.choose_tiles(rows, head.vocab, head.vocab_axis, device.cores or mosaic_tiles.NUM_SMS, itemsize,

@@ -14,6 +14,7 @@ from pallas_kernels import finish as plain
 from pallas_kernels import noise, race
 from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.logits import Elementwise, model_logits, processed_logits
+from pallas_kernels.vectors import Vectors, places, vectors_of
 
 CHUNK = 2**14  # numbers of a table that a program reads at a time. (With fewer, Triton compiles for long: each read costs it a
 # look at the whole kernel.)
@@ -38,6 +39,21 @@ def like(arguments, shape, dtype):
     """An output of a kernel. Inside `shard_map` it varies over the mesh axes over which any argument does."""
     varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arguments))
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))
+
+
+def row_numbers(plt, refs: Vectors, rows, num_keys: int, mask=None):
+    """(T, words of the keys) of some rows: an index, or a slice, of which the mask says what exists."""
+    (t_ref, at_t), _, *words = places(refs, rows, num_keys)
+
+    def load(ref, at):
+        if mask is None:
+            return plt.load(ref.at[at])
+        if not any(isinstance(i, pl.Slice) for i in at):
+            return jnp.broadcast_to(plt.load(ref.at[at]), mask.shape)
+        return plt.load(ref.at[at], mask=mask, other=0)
+
+    t = load(t_ref, at_t)
+    return t if t.dtype == jnp.float32 else lax.bitcast_convert_type(t, jnp.float32), tuple(load(*word) for word in words)
 
 
 def products(plt, h_ref, w_ref, rows, ids, keep, zero, *, d_model, vocab_axis):
@@ -84,15 +100,13 @@ def group_option(plt, ref, row, group, ids, vocab):
 
 def kernel(
     h_ref,  # [rows, d_model], or raw logits f32 [rows, vocab]
-    t_ref,  # f32 [rows]
-    *refs,  # w [vocab, d_model] or [d_model, vocab], unless h holds the logits; u32 [rows] x num_keys; dense options; valid
-    # i32 [1]; per tile: high, low, winner, top, total [tiles, rows] (model top, total); outputs
-    has_w, with_model, scale, soft_cap, num_keys, dense, has_valid, sample, plt, vocab, d_model, vocab_axis, num_tiles,
+    *refs,  # Vectors; w [vocab, d_model] or [d_model, vocab], unless h holds the logits; dense options; valid i32 [1]; per piece:
+    # high, low, winner, top, total [pieces, rows] (model top, total); outputs
+    vectors, has_w, with_model, scale, soft_cap, num_keys, dense, has_valid, sample, plt, vocab, d_model, vocab_axis, num_tiles,
 ):
-    """What one program does: the draw of its row."""
-    refs = list(refs)
+    """What one program does: the draw of its row. `vectors`: their structure."""
+    vector_refs, refs = jax.tree.unflatten(vectors, refs[:vectors.num_leaves]), list(refs[vectors.num_leaves:])
     w_ref = refs.pop(0) if has_w else None
-    key_refs = [refs.pop(0) for _ in range(num_keys)]
     dense_refs = {name: refs.pop(0) for name in dense}
     valid_ref = refs.pop(0) if has_valid else None
     tile_refs, out_refs = refs[:5 + 2 * with_model], refs[5 + 2 * with_model:]
@@ -104,8 +118,8 @@ def kernel(
     def of_tiles(ref, other):
         return plt.load(ref.at[pl.ds(zero, padded), row], mask=tile < num_tiles, other=other)[:, None]
 
-    t = plt.load(t_ref.at[row])[None]
-    keys = tuple(plt.load(ref.at[row])[None] for ref in key_refs)
+    t, words = row_numbers(plt, vector_refs, row, num_keys)
+    t, keys = t[None], tuple(word[None] for word in words)
     empties = (-jnp.inf, 0.0, race.NO_ID, -jnp.inf, 0.0)
     won = race.merge(race.Race(*(of_tiles(ref, other) for ref, other in zip(tile_refs, empties, strict=False))), t)
     first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
@@ -134,17 +148,19 @@ def kernel(
 
 
 def finish(h, w, keys, t, options: Elementwise, tiles: race.Race, model_tiles, *, plt, vocab, sample=0, vocab_axis=0,
-           interpret=False) -> Piece:
-    """As `finish.finish`, from the unmerged leaves `[tiles, rows]` of stage 1; what they merge to comes with the draw."""
+           one_temperature=False, interpret=False) -> Piece:
+    """As `finish.finish`, from the unmerged leaves `[pieces, rows]` of stage 1; what they merge to comes with the draw."""
     num_rows, d_model = h.shape
     num_tiles = tiles.high.shape[0]
-    arguments = [h, t, *([] if w is None else [w]), *keys, *given(options), *tiles]
+    vectors = vectors_of(t, keys, one_temperature=one_temperature, rows_read=num_rows)
+    arguments = [h, *jax.tree.leaves(vectors), *([] if w is None else [w]), *given(options), *tiles]
     if model_tiles is not None:
         arguments += [model_tiles.top, model_tiles.total]
     body = functools.partial(
-        kernel, has_w=w is not None, with_model=model_tiles is not None, scale=options.scale, soft_cap=options.soft_cap,
-        num_keys=len(keys), dense=tuple(options.dense()), has_valid=options.valid is not None, sample=sample, plt=plt,
-        vocab=vocab, d_model=d_model, vocab_axis=vocab_axis, num_tiles=num_tiles)
+        kernel, vectors=jax.tree.structure(vectors), has_w=w is not None, with_model=model_tiles is not None,
+        scale=options.scale, soft_cap=options.soft_cap, num_keys=len(keys), dense=tuple(options.dense()),
+        has_valid=options.valid is not None, sample=sample, plt=plt, vocab=vocab, d_model=d_model, vocab_axis=vocab_axis,
+        num_tiles=num_tiles)
     f32, i32 = (like(arguments, (num_rows,), dtype) for dtype in (jnp.float32, jnp.int32))
     outputs = (i32, f32, f32, f32, race.Race(f32, f32, i32, f32, f32),
                None if model_tiles is None else race.Mass(f32, i32, f32))

@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels import finish, noise, race
 from pallas_kernels.finish import Draw, Piece
 from pallas_kernels.logits import Elementwise, model_logits
-from pallas_kernels.triton_finish import group_products, like
-from pallas_kernels.vectors import Vectors, pack, places
+from pallas_kernels.triton_finish import group_products, like, row_numbers
+from pallas_kernels.vectors import Vectors, pack
 
 MASS_ROWS = 16  # rows of a program
 AT_ONCE = 128  # pieces of which all logits are read, without waiting for the winner
@@ -26,13 +26,6 @@ class Head(NamedTuple):
     w: Any
     options: Elementwise
     vocab_axis: int
-
-
-def row_numbers(plt, refs: Vectors, rows, num_keys: int):
-    """(T, words of the keys) of some rows, an index or a slice."""
-    (t_ref, at_t), _, *words = places(refs, rows, num_keys)
-    t = plt.load(t_ref.at[at_t])
-    return t if t.dtype == jnp.float32 else lax.bitcast_convert_type(t, jnp.float32), [plt.load(x.at[at]) for x, at in words]
 
 
 def kernel(
@@ -124,7 +117,7 @@ def mass_kernel(*refs, vectors, plt, num_pieces, num_rows):
     zero = first - first
     top, argmax, total = (plt.load(ref.at[pl.ds(zero, shape[0]), pl.ds(first, MASS_ROWS)], mask=exists, other=other)
                           for ref, other in ((top_ref, -jnp.inf), (argmax_ref, race.NO_ID), (total_ref, 0)))
-    t, _ = row_numbers(plt, vector_refs, pl.ds(first, MASS_ROWS), 0)
+    t, _ = row_numbers(plt, vector_refs, pl.ds(first, MASS_ROWS), 0, mask=rows < num_rows)
     for ref, value in zip(out_refs, race.merge_masses(race.Mass(top, argmax, total), t), strict=True):
         plt.store(ref.at[pl.ds(first, MASS_ROWS)], value, mask=rows < num_rows)
 

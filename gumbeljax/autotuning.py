@@ -50,7 +50,7 @@ def candidates(h, w, vocab_axis: int = 0) -> list[Candidate]:
             near = near_xla(rule, head.vocab) if device.platform == "cpu" else iter([rule])
         elif name == "triton":
             dtypes = head.h.dtype, head.w.dtype
-            near = near_triton(triton.default_tiles(rows, d_model, *dtypes, head.vocab), *dtypes)
+            near = near_triton(triton.default_tiles(rows, d_model, *dtypes), *dtypes)
         else:
             itemsize = head.w.dtype.itemsize
             rule = mosaic_tiles.choose_tiles(rows, head.vocab, head.vocab_axis, device.cores or mosaic_tiles.NUM_SMS, itemsize,

@@ -153,22 +153,6 @@ def merge(race: Race, t) -> Race:
     return Race(*best_score(race.high, race.low, race.winner), *mass_of(race.top, race.total, t))
 
 
-def joined(a: Race, b: Race, t) -> Race:
-    """As `merge` of two pieces."""
-    is_lower = (b.low > a.low) | ((b.low == a.low) & (b.winner < a.winner))
-    takes_b = (b.high > a.high) | ((b.high == a.high) & is_lower)
-    high, low, winner = (jnp.where(takes_b, y, x) for x, y in zip(a[:3], b[:3], strict=True))
-    mass = joined_masses(Mass(a.top, a.winner, a.total), Mass(b.top, b.winner, b.total), t)
-    return Race(high, low, winner, mass.top, mass.total)
-
-
-def joined_masses(a: Mass, b: Mass, t) -> Mass:
-    """As `merge_masses` of two, of which a has the lower ids."""
-    best = jnp.maximum(a.top, b.top)
-    down = [jnp.exp((x.top - finite_or_zero(best)) * inverse_temperature(t)) for x in (a, b)]
-    return Mass(best, jnp.where(b.top > a.top, b.argmax, a.argmax), a.total * down[0] + b.total * down[1])
-
-
 def groups_of(top, total, keys, sample, t, start) -> Race:
     """The race of every group alone, `[groups, rows]`, from its mass; the first id is `start`."""
     first_ids = start + noise.GROUP * lax.broadcasted_iota(jnp.int32, top.shape, 0)

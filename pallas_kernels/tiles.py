@@ -18,7 +18,7 @@ class XlaTiles:
 
 @dataclass(frozen=True)
 class TritonTiles:
-    """A program scores `vocab` ids for `rows` rows, `d_model` coordinates at a time (powers of two), and does so `turns` times.
+    """A program scores `vocab` ids for `rows` rows, `d_model` coordinates at a time (powers of two).
 
     `stored`: XLA makes the logits and stores them, and a program reads its own: for very few rows, whose product XLA streams
     best.
@@ -30,7 +30,6 @@ class TritonTiles:
     num_warps: int = 4
     num_stages: int = 4
     stored: bool = False
-    turns: int = 1
 
 
 @dataclass(frozen=True)

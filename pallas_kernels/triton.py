@@ -4,7 +4,6 @@ A program scores a tile of the vocabulary for a tile of rows and writes what the
 draw, three for a mass. Tails are masked by absolute id: a zero-padded column would have logit 0 and could win.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -18,8 +17,6 @@ from pallas_kernels.logits import Elementwise, model_logits, processed_logits
 from pallas_kernels.tiles import TritonTiles
 from pallas_kernels.triton_finish import given, like, row_numbers, widened
 from pallas_kernels.vectors import vectors_of
-
-PROGRAMS = 396  # three for each multiprocessor of an H200: as many as run at the same time
 
 
 def interleaved(x):
@@ -80,65 +77,48 @@ def kernel(
     vectors, has_w, wanted, with_model, scale, soft_cap, num_keys, dense, has_valid, sample, plt, vocab, num_rows, d_model,
     vocab_axis, precision, tiles, interleave, with_scores,
 ):
-    """What one program does: the logits of its tiles, and what they say in the `wanted` form. `vectors`: their structure."""
+    """What one program does: the logits of its tile, and what they say in the `wanted` form. `vectors`: their structure."""
     vector_refs, refs = jax.tree.unflatten(vectors, refs[:vectors.num_leaves]), list(refs[vectors.num_leaves:])
     w_ref = refs.pop(0) if has_w else None
     dense_refs = {name: refs.pop(0) for name in dense}
     valid_ref = refs.pop(0) if has_valid else None
     row_tiles = jnp.int32(pl.cdiv(num_rows, tiles.rows))  # neighbours read the same tile of `w`, from the cache
-    piece, first_row = lax.div(pl.program_id(0), row_tiles), lax.rem(pl.program_id(0), row_tiles) * tiles.rows
+    tile, first_row = lax.div(pl.program_id(0), row_tiles), lax.rem(pl.program_id(0), row_tiles) * tiles.rows
+    first_id = tile * tiles.vocab
     rows = first_row + lax.broadcasted_iota(jnp.int32, (tiles.rows,), 0)
-    exists, here = rows < num_rows, pl.ds(first_row, tiles.rows)
-    t, keys = row_numbers(plt, vector_refs, here, num_keys, mask=exists)
-    *refs, told_ref = refs if with_scores else (*refs, None)
-
-    def of_tile(tile):
-        """What a tile says, `[rows]`, or `[groups, rows]` where groups are wanted."""
-        first_id = tile * tiles.vocab
-        x = tile_logits(plt, h_ref, w_ref, first_id, first_row, vocab=vocab, num_rows=num_rows, d_model=d_model,
-                        vocab_axis=vocab_axis, precision=precision, tiles=tiles, interleave=interleave)
-        option = functools.partial(tile_option, plt, first_id=first_id, first_row=first_row, vocab=vocab,
-                                   num_rows=num_rows, tiles=tiles)
-        ids = first_id + lax.broadcasted_iota(jnp.int32, (tiles.vocab, 1), 0)
-        allowed = None if vocab % tiles.vocab == 0 else ids < vocab
-        if valid_ref is not None:
-            allowed = ids < jnp.minimum(plt.load(valid_ref.at[pl.ds(0, 1)]), vocab)
-        own = Elementwise(**{name: option(ref) for name, ref in dense_refs.items()})
-        model = model_logits(x, scale, soft_cap, own.weight_scale)
-        x = processed_logits(model, own, allowed)
-        if wanted == "groups":
-            return race.group_masses(x, t)
-        if wanted == "mass":
-            return race.mass_over(x, t, first_id)
+    x = tile_logits(plt, h_ref, w_ref, first_id, first_row, vocab=vocab, num_rows=num_rows, d_model=d_model,
+                    vocab_axis=vocab_axis, precision=precision, tiles=tiles, interleave=interleave)
+    option = functools.partial(tile_option, plt, first_id=first_id, first_row=first_row, vocab=vocab,
+                               num_rows=num_rows, tiles=tiles)
+    ids = first_id + lax.broadcasted_iota(jnp.int32, (tiles.vocab, 1), 0)
+    allowed = None if vocab % tiles.vocab == 0 else ids < vocab
+    if valid_ref is not None:
+        allowed = ids < jnp.minimum(plt.load(valid_ref.at[pl.ds(0, 1)]), vocab)
+    own = Elementwise(**{name: option(ref) for name, ref in dense_refs.items()})
+    model = model_logits(x, scale, soft_cap, own.weight_scale)
+    x = processed_logits(model, own, allowed)
+    t, keys = row_numbers(plt, vector_refs, pl.ds(first_row, tiles.rows), num_keys, mask=rows < num_rows)
+    if wanted == "race":
         groups = race.groups_of(*race.group_masses(x, t), keys, sample, t, first_id)
-        won, of_model = race.merge(groups, t), None
-        if with_model:
-            of_model = race.mass_over(processed_logits(model, Elementwise(), allowed), jnp.ones_like(t), first_id)
-        if told_ref is not None:
-            number = jnp.where(won.winner == race.NO_ID, 0, won.winner - first_id) // noise.GROUP
-            plt.store(told_ref.at[tile, here], race.told(won.high, race.second_best(groups, won.winner), number), mask=exists)
-        return won, of_model
-
-    def then(tile, out):
-        """What tiles say together, from what those before this one do."""
-        new = of_tile(tile)
-        if wanted == "mass":
-            return race.joined_masses(out, new, t)
-        won = race.joined(out[0], new[0], t)
-        return won, race.joined_masses(out[1], new[1], jnp.ones_like(t)) if with_model else None
-
-    first = piece * tiles.turns
-    out = of_tile(first)
-    if tiles.turns > 1:
-        end = jnp.minimum(first + tiles.turns, pl.cdiv(vocab, tiles.vocab))
-        out = lax.fori_loop(first + 1, end, then, out)
-    for ref, value in zip(refs, jax.tree.leaves(out), strict=True):
+        won = race.merge(groups, t)
+        out = tuple(won)
+    elif wanted == "mass":
+        out = tuple(race.mass_over(x, t, first_id))
+    else:
+        out = race.group_masses(x, t)
+    if with_model:
+        one = jnp.ones((tiles.rows,), jnp.float32)
+        out += tuple(race.mass_over(processed_logits(model, Elementwise(), allowed), one, first_id))
+    if with_scores:
+        number = jnp.where(won.winner == race.NO_ID, 0, won.winner - first_id) // noise.GROUP
+        out += (race.told(won.high, race.second_best(groups, won.winner), number),)
+    for ref, value in zip(refs, out, strict=True):
         if value.ndim == 1:
-            plt.store(ref.at[piece, here], value, mask=exists)
+            plt.store(ref.at[tile, pl.ds(first_row, tiles.rows)], value, mask=rows < num_rows)
         else:
             groups = tiles.vocab // noise.GROUP
-            keep = jnp.broadcast_to(exists[None, :], (groups, tiles.rows))
-            plt.store(ref.at[pl.ds(piece * groups, groups), here], value, mask=keep)
+            keep = jnp.broadcast_to((rows < num_rows)[None, :], (groups, tiles.rows))
+            plt.store(ref.at[pl.ds(tile * groups, groups), pl.ds(first_row, tiles.rows)], value, mask=keep)
 
 
 def is_narrow(h_dtype, w_dtype) -> bool:
@@ -146,22 +126,22 @@ def is_narrow(h_dtype, w_dtype) -> bool:
     return (jnp.dtype(h_dtype).itemsize, jnp.dtype(w_dtype).itemsize) == (2, 1)
 
 
-def narrow_tiles(num_rows: int, d_model: int, vocab: int) -> TritonTiles:
+def narrow_tiles(num_rows: int, d_model: int) -> TritonTiles:
     """Tiles for tables of 8 bits and an h of 16, by the instructions that a number takes to be widened and multiplied: three to
-    four. Few rows: two warps, which need no `interleaved` h, and as many turns as leave a program for each that runs, for what
-    the programs say is read again. Many: so many rows that two programs still fit, and take turns."""
+    four. Few rows: two warps, which need no `interleaved` h. Many: so many that two programs still fit, and take turns.
+    (Slower on an H200: programs that score several tiles, one after the other, though there is less to merge then.)
+    """
     rows = min(max(16, pl.next_power_of_2(num_rows)), 128)
     width = max(32, min(128 if rows <= 64 else 64, pl.next_power_of_2(d_model)))
     if rows == 16:
-        turns = pl.cdiv(pl.cdiv(vocab, 64), PROGRAMS)
-        return TritonTiles(vocab=64, rows=rows, d_model=width, num_warps=2, num_stages=4, turns=turns)
+        return TritonTiles(vocab=64, rows=rows, d_model=width, num_warps=2, num_stages=4)
     return TritonTiles(vocab=128, rows=rows, d_model=width, num_warps=4, num_stages=3 if rows <= 64 else 4)
 
 
-def default_tiles(num_rows: int, d_model: int, dtype, w_dtype, vocab: int) -> TritonTiles:
+def default_tiles(num_rows: int, d_model: int, dtype, w_dtype) -> TritonTiles:
     """Tiles that were fast on an H200; any power of two is right."""
     if is_narrow(dtype, w_dtype):
-        return narrow_tiles(num_rows, d_model, vocab)
+        return narrow_tiles(num_rows, d_model)
     rows = min(max(16, pl.next_power_of_2(num_rows)), 64)
     width = max(16, min(128, pl.next_power_of_2(d_model)))
     if jnp.dtype(dtype).itemsize == 4:  # float32 operands take twice the shared memory
@@ -195,25 +175,23 @@ def operands(h, w, tiles: TritonTiles, *, vocab, vocab_axis, precision):
 
 def launch(h, w, keys, t, options: Elementwise, *, plt, wanted, vocab, sample, vocab_axis, precision, with_model, tiles,
            interpret, one_temperature=False, with_scores=False):
-    """Runs the kernel over the grid of tiles; every output is `[pieces, rows]` (or `[groups, rows]`). With w None, h holds the
-    raw logits `[rows, vocab]`. `with_scores`: the last output is `race.Scores.told`, of the tiles. `one_temperature`: t is one
+    """Runs the kernel over the grid of tiles; every output is `[tiles, rows]` (or `[groups, rows]`). With w None, h holds the
+    raw logits `[rows, vocab]`. `with_scores`: the last output is `race.Scores.told`. `one_temperature`: t is one
     number, broadcast."""
     num_rows, d_model = h.shape
-    tiles = tiles or default_tiles(num_rows, d_model, h.dtype, w.dtype, vocab)
-    tiles = dataclasses.replace(tiles, turns=1) if wanted == "groups" else tiles
+    tiles = tiles or default_tiles(num_rows, d_model, h.dtype, w.dtype)
     h, w = operands(h, w, tiles, vocab=vocab, vocab_axis=vocab_axis, precision=precision)
     num_tiles = pl.cdiv(vocab, tiles.vocab)
-    num_pieces = pl.cdiv(num_tiles, tiles.turns)
     f32, i32 = jnp.float32, jnp.int32
     kinds = {"race": (f32, f32, i32, f32, f32), "mass": (f32, i32, f32), "groups": (f32, f32)}[wanted]
-    height = num_pieces * (tiles.vocab // noise.GROUP if wanted == "groups" else 1)
+    height = num_tiles * (tiles.vocab // noise.GROUP if wanted == "groups" else 1)
     vectors = vectors_of(t, keys if wanted == "race" else (), one_temperature=one_temperature, rows_read=num_rows)
     interleave = (w is not None and is_narrow(h.dtype, w.dtype) and tiles.num_warps % 4 == 0 and d_model % 16 == 0
                   and vocab_axis == 0)
     arguments = [interleaved(h) if interleave else h, *jax.tree.leaves(vectors), *([] if w is None else [w]), *given(options)]
     out_shape = [like(arguments, (height, num_rows), kind) for kind in kinds]
     if with_model:
-        out_shape += [like(arguments, (num_pieces, num_rows), kind) for kind in (f32, i32, f32)]
+        out_shape += [like(arguments, (num_tiles, num_rows), kind) for kind in (f32, i32, f32)]
     if with_scores:
         out_shape.append(like(arguments, (num_tiles, num_rows), i32))
     body = functools.partial(
@@ -223,7 +201,7 @@ def launch(h, w, keys, t, options: Elementwise, *, plt, wanted, vocab, sample, v
         num_rows=num_rows, d_model=d_model, vocab_axis=vocab_axis, precision=dot_precision(precision), tiles=tiles,
         interleave=interleave, with_scores=with_scores)
     return pl.pallas_call(
-        body, grid=(num_pieces * pl.cdiv(num_rows, tiles.rows),), out_shape=out_shape, interpret=interpret,
+        body, grid=(num_tiles * pl.cdiv(num_rows, tiles.rows),), out_shape=out_shape, interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         name=f"gumbeljax_{wanted}")(*arguments)
 
@@ -241,7 +219,7 @@ def scored_piece(*arguments, **options) -> tuple[Piece, race.Scores]:
 
 def _piece(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, sample=0, vocab_axis=0, precision=None,
            with_model=False, tiles=None, interpret=False, one_temperature=False, with_scores):
-    tiles = tiles or default_tiles(h.shape[0], h.shape[1], h.dtype, w.dtype, vocab)
+    tiles = tiles or default_tiles(h.shape[0], h.shape[1], h.dtype, w.dtype)
     h, w = operands(h, w, tiles, vocab=vocab, vocab_axis=vocab_axis, precision=precision)
     out = launch(h, w, keys, t, options, plt=plt, wanted="race", vocab=vocab, sample=sample, vocab_axis=vocab_axis,
                  precision=precision, with_model=with_model, tiles=tiles, interpret=interpret, one_temperature=one_temperature,
@@ -254,9 +232,9 @@ def _piece(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, s
 
 def race_pieces(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, sample=0, vocab_axis=0, precision=None,
                 tiles=None, vectors=None, interpret=False) -> tuple[race.Race, race.Scores]:
-    """What the pieces of the vocabulary say, `[pieces, rows]`, and their groups' scores. `vectors` are for other kernels."""
+    """What the tiles of the vocabulary say, `[tiles, rows]`, and their groups' scores. `vectors` are for other kernels."""
     del vectors
-    tiles = tiles or default_tiles(h.shape[0], h.shape[1], h.dtype, w.dtype, vocab)
+    tiles = tiles or default_tiles(h.shape[0], h.shape[1], h.dtype, w.dtype)
     *won, told = launch(h, w, keys, t, options, plt=plt, wanted="race", vocab=vocab, sample=sample, vocab_axis=vocab_axis,
                         precision=precision, with_model=False, tiles=tiles, interpret=interpret, with_scores=True)
     return race.Race(*won), race.Scores(told, tiles.vocab)
@@ -269,7 +247,7 @@ def draw(*arguments, **options) -> Draw:
 
 def mass_pieces(h, w, t, options: Elementwise = Elementwise(), *, plt, vocab, vocab_axis=0, precision=None, tiles=None,
                 vectors=None, column=0, one_temperature=False, interpret=False) -> race.Mass:
-    """The masses of the pieces of the vocabulary, `[pieces, rows]`. `vectors` are for other kernels."""
+    """The masses of the tiles of the vocabulary, `[tiles, rows]`. `vectors` are for other kernels."""
     del vectors, column
     return race.Mass(*launch(h, w, None, t, options, plt=plt, wanted="mass", vocab=vocab, sample=0, vocab_axis=vocab_axis,
                              precision=precision, with_model=False, tiles=tiles, one_temperature=one_temperature,

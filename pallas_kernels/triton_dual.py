@@ -64,7 +64,7 @@ def _launch(target: dual.Side, draft: dual.Side, factor, keys, *, plt, wanted, s
     num_rows, sides = factor.shape[0], (target, draft)
     with_table = [side for side in sides if side.h is not None]
     widest = max(with_table, key=lambda side: side.h.dtype.itemsize * side.h.shape[1])
-    tiles = tiles or triton.default_tiles(num_rows, widest.h.shape[1], widest.h.dtype, widest.w.dtype, vocab)
+    tiles = tiles or triton.default_tiles(num_rows, widest.h.shape[1], widest.h.dtype, widest.w.dtype)
     num_tiles = pl.cdiv(vocab, tiles.vocab)
 
     def arguments_of(side):

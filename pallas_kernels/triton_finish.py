@@ -100,8 +100,8 @@ def group_option(plt, ref, row, group, ids, vocab):
 
 def kernel(
     h_ref,  # [rows, d_model], or raw logits f32 [rows, vocab]
-    *refs,  # Vectors; w [vocab, d_model] or [d_model, vocab], unless h holds the logits; dense options; valid i32 [1]; per piece:
-    # high, low, winner, top, total [pieces, rows] (model top, total); outputs
+    *refs,  # Vectors; w [vocab, d_model] or [d_model, vocab], unless h holds the logits; dense options; valid i32 [1]; per
+    # tile: high, low, winner, top, total [tiles, rows] (model top, total); outputs
     vectors, has_w, with_model, scale, soft_cap, num_keys, dense, has_valid, sample, plt, vocab, d_model, vocab_axis, num_tiles,
 ):
     """What one program does: the draw of its row. `vectors`: their structure."""
@@ -149,7 +149,7 @@ def kernel(
 
 def finish(h, w, keys, t, options: Elementwise, tiles: race.Race, model_tiles, *, plt, vocab, sample=0, vocab_axis=0,
            one_temperature=False, interpret=False) -> Piece:
-    """As `finish.finish`, from the unmerged leaves `[pieces, rows]` of stage 1; what they merge to comes with the draw."""
+    """As `finish.finish`, from the unmerged leaves `[tiles, rows]` of stage 1; what they merge to comes with the draw."""
     num_rows, d_model = h.shape
     num_tiles = tiles.high.shape[0]
     vectors = vectors_of(t, keys, one_temperature=one_temperature, rows_read=num_rows)

@@ -341,7 +341,7 @@ def test_autotune_knows_them_from_other_tables():
     tuning = gumbeljax.autotune(h, head, rounds=1)
     assert all(x.place.dtype == "float32 x int8" for x in tuning.shapes)
     assert gumbeljax.choose_implementation(h, head, tuning) == "xla"
-    narrow = autotuning.near_triton(triton.default_tiles(16, 4096, jnp.bfloat16, jnp.int8, 151_936), jnp.bfloat16, jnp.int8)
+    narrow = autotuning.near_triton(triton.default_tiles(16, 4096, jnp.bfloat16, jnp.int8), jnp.bfloat16, jnp.int8)
     assert {tiles.num_warps for tiles in narrow} == {2, 4, 8}
 
 

@@ -1,6 +1,6 @@
 """The kept prefix of one row inside a kernel: the search of `kept`, over tokens that a program holds or streams.
 
-Tokens come in blocks `[groups, 16]`; the first stays in registers, so that a search over few tokens touches little memory.
+Tokens come in blocks `[groups, 16]`; a single one stays in registers, so that a search over few tokens touches little memory.
 """
 
 from typing import Any, NamedTuple
@@ -46,15 +46,13 @@ def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, few: Few, v
     def measured(x, ids):
         return kept.ordered_keys(x), measure(x, ids)
 
-    held = tuple(measured(*block) for block in tokens.held)
+    held = None if tokens.held is None else measured(*tokens.held)
 
     def fold_measured(f, init):
         """As `fold`, with keys and masses, those of `held` computed once."""
-        carry = init
-        for block in held:
-            carry = f(carry, *block)
-        rest = lambda carry, x, ids: f(carry, *measured(x, ids))  # noqa: E731
-        return fold(tokens._replace(held=()), rest, carry, start=len(held))
+        if held is not None:
+            return f(init, *held)
+        return fold(tokens, lambda carry, x, ids: f(carry, *measured(x, ids)), init)
 
     def halve(state):
         low, high, above_whole, above_fine, left, by_value = state
@@ -122,9 +120,8 @@ def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, few: Few, v
 
         needed = kept.bisect(too_few, jnp.int32(0), num_tied, vocab.bit_length())[1]
 
-        if tokens.load is None:
-            ((keys, mass),), ((_, ids),) = held, tokens.held
-            tied = is_tied(keys, mass)
+        if tokens.held is not None:
+            ids, tied = tokens.held[1], is_tied(*held)
             fewer = lambda id: number(tied & (ids < id)) < needed  # noqa: E731
             return kept.bisect(fewer, jnp.int32(0), jnp.int32(vocab), vocab.bit_length())[0]
 
@@ -135,7 +132,7 @@ def end_of_prefix(tokens: Tokens, measure, target: Mass, span: Span, few: Few, v
             place = (count + cumsum(of_group) - of_group)[:, None] + cumsum(tied)
             return count + number(of_group), jnp.maximum(last, jnp.max(jnp.where((tied > 0) & (place == needed), ids, -1)))
 
-        return fold(tokens._replace(held=()), count_ties, (jnp.int32(0), jnp.int32(-1)))[1]
+        return fold(tokens, count_ties, (jnp.int32(0), jnp.int32(-1)))[1]
 
     return Kept(key, branch(num_tied > 1, first_ids, lambda: jnp.int32(vocab)))
 

@@ -9,7 +9,7 @@ import pytest
 
 import gumbeljax
 from gumbeljax import _compat
-from pallas_kernels import filtered, kept, triton_filtered, triton_prefix, triton_rows
+from pallas_kernels import filtered, kept, triton_filtered, triton_prefix
 from pallas_kernels.kept import Filters
 from pallas_kernels.logits import Elementwise, canonical_temperature
 from tests import filter_oracle as oracle
@@ -192,20 +192,18 @@ def test_the_head_is_multiplied(dtype, vocab_axis):
 
 @pytest.mark.slow
 def test_a_gap_that_misses_the_end_costs_time_only(monkeypatch):
-    """Samples guess; wrong guesses, too high, too low and too wide, leave every kept set as it is. So do programs with several
-    pieces, of several rows."""
+    """Samples guess; wrong guesses, too high, too low and too wide, leave every kept set as it is."""
     vocab, gaps = 16 * 600, ((3.0, 4.0), (-5.0, -4.0), (-6.0, 6.0), (1.0, 1.0))
     logits = np.tile(np.random.default_rng(1).normal(size=(4, vocab)).round(2) * 2, (4, 1)).astype(np.float32)
     which = np.repeat(np.arange(4), 4)
 
-    def guess(samples, row, by_count, lowest, vocab):
+    def guess(samples, row, by_count, bracket):
         """min_p names the guess."""
         low, high = (sum(jnp.where(row.min_p == jnp.float32(2.0**-(90 + i)), gap[end], 0.0) for i, gap in enumerate(gaps))
                      for end in range(2))
         return low, high
 
     monkeypatch.setattr(triton_prefix, "undecided_span", guess)
-    monkeypatch.setattr(triton_rows, "PROGRAMS", 7)
     options = Options(1.0, np.tile([0, 0, 3000, 9000], 4), np.tile([0.9, 0.2, 1.0, 1.0], 4), 2.0**-(90.0 + which))
     got, twin, is_kept, words = ask(logits, options)
     assert_right(logits, options, got, twin, is_kept, words)

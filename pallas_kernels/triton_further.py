@@ -14,9 +14,11 @@ from jax import lax
 
 from pallas_kernels import kept, noise
 from pallas_kernels import triton_prefix as prefix
+from pallas_kernels import triton_ranks as ranks
 from pallas_kernels.kept import Kept, Mass
 from pallas_kernels.triton_filter_search import end_of_prefix
 from pallas_kernels.triton_prefix import Bracket, Row, Span, Tokens
+from pallas_kernels.triton_ranks import ROUNDS
 from pallas_kernels.triton_rows import (
     barrier,
     few_of,
@@ -27,7 +29,7 @@ from pallas_kernels.triton_rows import (
     spread_load,
     tokens_at,
 )
-from pallas_kernels.triton_shapes import Inputs, Memory, Shape, Summary
+from pallas_kernels.triton_shapes import RANKED, Inputs, Memory, Shape, Summary
 
 
 class Leading(NamedTuple):
@@ -116,6 +118,24 @@ def write_down(at: Further, number, low, high, end, weigh) -> Written:
     return Written(x, ids, is_all, jnp.sum(jnp.sum(above, axis=1)))
 
 
+def narrowed(x, mass: Mass, target: Mass, high, above: Mass):
+    """(low, high, mass from high on, two words, how many are left between): logits between which a prefix ends that ends among
+    these tokens, below `high`. It is halved until `RANKED` are left, or until that does not help."""
+    def halve(state):
+        low, high, above_whole, above_fine, left, rounds = state
+        middle = 0.5 * low + 0.5 * high
+        is_over = (x >= middle) & (x < high)
+        over, number = prefix.total_of(mass, is_over), prefix.number(is_over)
+        whole, fine = kept.carried(above_whole + over.whole, above_fine + over.fine)
+        yes = kept.at_least(Mass(whole, fine), target)
+        return (jnp.where(yes, middle, low), jnp.where(yes, high, middle), jnp.where(yes, above_whole, whole),
+                jnp.where(yes, above_fine, fine), jnp.where(yes, number, left - number), rounds + 1)
+
+    low = jnp.min(jnp.min(jnp.where(x > -jnp.inf, x, jnp.inf), axis=1))
+    start = low, high, *above, prefix.number(x > -jnp.inf), jnp.int32(0)
+    return lax.while_loop(lambda state: (state[4] > RANKED) & (state[5] < ROUNDS), halve, start)[:5]
+
+
 def end_by(at: Further, by_count, target: Mass, base, of_k: Kept):
     """(key, id, how many groups are listed, which are all that have kept tokens): the end of the shortest prefix whose count or
     mass is at least `target`, of what `of_k` keeps, which measures `base`, float32."""
@@ -166,10 +186,13 @@ def end_by(at: Further, by_count, target: Mass, base, of_k: Kept):
     inside = measure(written.x, written.ids)
     is_found = kept.at_least(kept.plus(above, kept.carried(*prefix.total_of(inside, written.x > -jnp.inf))), target)
     is_found &= written.is_all & ~kept.at_least(above, target)
+    low, high, *above, left = narrowed(written.x, inside, target, kept.logits_of(high), above)
+    is_found &= left <= RANKED
 
     def in_span():
-        tokens = Tokens((written.x, written.ids))
-        return *end_of_prefix(tokens, measure, target, Span(low, high, above), few, shape.vocab), number
+        ref = at.memory.few
+        ranks.write_down(shape, ref, at.row, written.ids, (written.x >= low) & (written.x < high))
+        return *ranks.end_below(ranks.rank(shape, at.refs, ref, at.row, own, left), by_count, Mass(*above), target), number
 
     def in_all():
         lowest = kept.ordered_keys(jnp.float32(prefix.LEAST_FINITE))
@@ -207,11 +230,8 @@ def further_end(at: Further):
             id = jnp.where(key == of_k.key, jnp.minimum(id, of_k.id), id)  # more may be tied than top_k left
         return key, id, number
 
-    start = *prefix.no_end(shape.vocab), jnp.int32(0)
-    if own.top_k is None or own.top_p is None:
-        *end, number = by_filter(jnp.int32(own.top_k is None), *start)
-    else:
-        last = is_p.astype(jnp.int32)
-        _, *end, number = lax.while_loop(lambda state: state[0] <= last, lambda state: (state[0] + 1, *by_filter(*state)),
-                                         ((~is_k).astype(jnp.int32), *start))
+    last = is_p.astype(jnp.int32)
+    none = (~is_k).astype(jnp.int32), *prefix.no_end(shape.vocab), jnp.int32(0)
+    _, *end, number = lax.while_loop(lambda state: state[0] <= last, lambda state: (state[0] + 1, *by_filter(*state)), none)
+    number = prefix.branch(is_k | is_p, lambda: number, lambda: at.list_from(prefix.LEAST_FINITE))
     return Kept(*end), number

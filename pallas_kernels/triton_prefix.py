@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import kept, race
+from pallas_kernels import kept, noise, race
 from pallas_kernels.kept import LOWEST, Kept, Mass
 from pallas_kernels.logits import LOG2_E, inverse_temperature
 
 MOST = 2**31 - 1
 LEAST_FINITE = -3.4028235e38
+TINY = 1e-37
 FEW = 512  # tokens among which 16 edges are tried at a time
 
 
@@ -204,21 +205,22 @@ def undecided_span(samples, row: Row, by_count, bracket: Bracket):
     """(low, high): logits in the bracket between which the end of the prefix is likely to lie, from one logit of each group, in
     tiles; -inf if there is none below.
 
-    The share of the bracket's measure that is below a logit is about that of its samples. The variances of what samples below
-    and above measure are about the sums of their squares; below, one more sample is added lest there be none.
+    Two guesses say what is below a logit: 16 times the samples there, and what 16 times those above leave. Their variances are
+    about 16^2 times the sums of their squares, to which one more sample is added lest there be none; they are weighed by these.
     """
     is_in = [(x >= bracket.low) & (x < bracket.high) for x in samples]
     weights = [jnp.where(y, jnp.where(by_count, 1.0, weight_of(x, row)), 0.0) for x, y in zip(samples, is_in, strict=True)]
     add_up = lambda tiles: jnp.sum(in_lanes(jnp.sum, jnp.add, tiles))  # noqa: E731
     total, squares = add_up(weights), add_up([x * x for x in weights])
-    unit = bracket.total / total
 
     def below(value):
         under = [jnp.where(x < value, y, 0.0) for x, y in zip(samples, weights, strict=True)]
         mass, of_squares = add_up(under), add_up([x * x for x in under])
-        one, share = jnp.where(by_count, 1.0, weight_of(value, row)), mass / total
-        spread = (1.0 - share) * (1.0 - share) * (of_squares + one * one) + share * share * (squares - of_squares)
-        return unit * mass, 3.5 * unit * jnp.sqrt(jnp.maximum(spread, 0.0))
+        one = jnp.where(by_count, 1.0, weight_of(value, row))
+        of_below, of_above = of_squares + one * one, jnp.maximum(squares - of_squares, 0.0) + one * one
+        share = of_above / jnp.maximum(of_below + of_above, jnp.float32(TINY))
+        mass = share * noise.GROUP * mass + (1.0 - share) * (bracket.total - noise.GROUP * (total - mass))
+        return mass, 3.5 * noise.GROUP * jnp.sqrt(share * of_below)
 
     def halve(_, ends):
         low, low_end, high_start, high = ends

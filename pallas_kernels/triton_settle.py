@@ -7,16 +7,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import finish as finishing
-from pallas_kernels import kept, noise, race
+from pallas_kernels import noise, race
 from pallas_kernels import triton_prefix as prefix
-from pallas_kernels.triton_filter_search import Found, search
+from pallas_kernels.triton_filter_search import Found
 from pallas_kernels.triton_further import Further, further_end, leading_of
 from pallas_kernels.triton_kept import best_of, in_winner, race_listed, scored
-from pallas_kernels.triton_prefix import Row, Span, Tokens
+from pallas_kernels.triton_prefix import Row
 from pallas_kernels.triton_ranks import bound_of, end_among, guess_of, rank, write_down
 from pallas_kernels.triton_rows import (
     column_load,
-    few_of,
     list_down,
     listed_ids,
     put,
@@ -56,24 +55,17 @@ def is_leading(shape: Shape, own: Row, group_top):
 
 
 def end_of(shape: Shape, refs, ref, row, own: Row, x, ids, least, is_whole) -> Found:
-    """The end of the prefix, if it lies among tokens `[groups, 16]` from `least` on: these are all there are, and those below
-    too where it `is_whole`. It is looked for among some hundreds of the largest, and if it is not there, in all of them."""
+    """The end of the prefix, if it lies among the largest few hundred of tokens `[groups, 16]` from `least` on: these are all
+    there are, and those below too where it `is_whole`."""
     wanted = jnp.int32(RANKED * 3 // 8)
     if own.top_k is not None:
         wanted = jnp.maximum(jnp.minimum(own.top_k, RANKED - RANKED // 8), wanted)
     over = lambda low: prefix.number(x >= low)  # noqa: E731
     ends = lambda: (jnp.min(jnp.min(jnp.where(x > -jnp.inf, x, jnp.inf), axis=1)), own.top)  # noqa: E731
     from_, number = bound_of(over, ends, least, wanted, RANKED)
-    write_down(shape, ref, row, x, ids, from_)
+    write_down(shape, ref, row, ids, x >= from_)
     ranked = rank(shape, refs, ref, row, own, number)
-    found = end_among(ranked, own, is_whole & (from_ == prefix.LEAST_FINITE), shape.vocab)
-    is_k, is_p = prefix.is_on(own, shape.vocab)
-
-    def in_all():
-        span = Span(kept.ordered_keys(least), kept.ordered_keys(own.top) + 1, prefix.nothing())
-        return search(Tokens((x, ids)), own, span, few_of(shape, refs, ref, row), is_whole, shape.vocab)
-
-    return prefix.branch((is_k | is_p) & ~found.is_found & (from_ > least), in_all, lambda: found)
+    return end_among(ranked, own, is_whole & (from_ == prefix.LEAST_FINITE), shape.vocab)
 
 
 def settle(*refs, shape: Shape, trees):
@@ -108,7 +100,7 @@ def settle(*refs, shape: Shape, trees):
         own = own._replace(top_p=jnp.where(is_p, own.top_p, 1.0))
     if shape.has_prefix:
         found = end_of(shape, refs, memory.few, row, own, x, ids, least, is_whole)
-        is_drawn = ~has_law | is_whole | found.is_found  # the tokens listed have all that are kept
+        is_drawn = ~has_law | found.is_found | (is_whole & ~(is_k | is_p))  # the tokens listed have all that are kept
         if own.min_p is not None:  # it ends before the others do
             is_drawn |= ~prefix.is_above(least, own) & ~(is_k & is_p)
         end = found.end
@@ -122,12 +114,11 @@ def settle(*refs, shape: Shape, trees):
     def _():
         finish(end, best_of(scored(own, end, jnp.max(x, axis=1), ids, x, noise.GROUP * groups)))
 
-    if shape.num_groups > shape.listed:
-        @pl.when(~is_drawn)
-        def _():
-            if shape.has_prefix:
-                further, number = further_end(Further(shape, refs, given, memory, row, own, leading_of(own, x, ids, least)))
-            else:
-                number = list_down(shape, memory.groups, row, listed, shape.num_groups, prefix.places_in_order)
-                further = end
-            finish(further, race_listed(shape, refs, own, further, memory.groups, row, number))
+    @pl.when(~is_drawn)
+    def _():
+        if shape.has_prefix:
+            further, number = further_end(Further(shape, refs, given, memory, row, own, leading_of(own, x, ids, least)))
+        else:
+            number = list_down(shape, memory.groups, row, listed, shape.num_groups, prefix.places_in_order)
+            further = end
+        finish(further, race_listed(shape, refs, own, further, memory.groups, row, number))

@@ -28,7 +28,6 @@ from pallas_kernels.tiles import TritonTiles
 from pallas_kernels.triton import operands
 from pallas_kernels.triton_finish import given, like
 from pallas_kernels.triton_merge import pack
-from pallas_kernels.triton_prefix import FEW
 from pallas_kernels.triton_rows import block_of, put, row_of, scatter, split, tokens_at, tokens_of
 from pallas_kernels.triton_settle import settle
 from pallas_kernels.triton_shapes import RANKED, WARPS, Inputs, Memory, Shape, Summary
@@ -103,7 +102,7 @@ def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, mgpu=Non
         summary = Summary(made.top, made.total, made.top if with_log_probs else None, made.model_total, made.group_top,
                           made.sample if shape.has_prefix else None)
     slots = of(i32, shape.slots) if shape.has_prefix else None
-    memory = Memory(of(i32, shape.num_groups), slots, of(i32, max(FEW, 4 * RANKED)))
+    memory = Memory(of(i32, shape.num_groups), slots, of(i32, 4 * RANKED))
     token = Draw(number, row, row, row, row)
     end, out, _ = launch(settle, rows, WARPS, (inputs, summary), (Kept(number, number), token, memory))
     return out, end

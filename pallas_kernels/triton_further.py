@@ -16,12 +16,11 @@ from pallas_kernels import kept, noise
 from pallas_kernels import triton_prefix as prefix
 from pallas_kernels import triton_ranks as ranks
 from pallas_kernels.kept import Kept, Mass
-from pallas_kernels.triton_filter_search import end_of_prefix
-from pallas_kernels.triton_prefix import Bracket, Row, Span, Tokens
+from pallas_kernels.triton_filter_search import Span, end_in_span
+from pallas_kernels.triton_prefix import Bracket, Row, Tokens
 from pallas_kernels.triton_ranks import ROUNDS
 from pallas_kernels.triton_rows import (
     barrier,
-    few_of,
     fold_listed,
     list_down,
     listed_ids,
@@ -69,7 +68,8 @@ class Further(NamedTuple):
 
     def tokens(self, number) -> Tokens:
         """Of the groups that are listed."""
-        return Tokens(None, functools.partial(fold_listed, self.shape, self.refs, self.memory.groups, self.row, number))
+        fold = functools.partial(fold_listed, self.shape, self.refs, self.memory.groups, self.row, number)
+        return Tokens(fold, self.shape.streamed)
 
 
 class Written(NamedTuple):
@@ -101,7 +101,7 @@ def write_down(at: Further, number, low, high, end, weigh) -> Written:
         return above, counts + jnp.sum(in_group, axis=1, dtype=jnp.int32)
 
     start = jnp.zeros((size, noise.GROUP), jnp.float32), jnp.zeros((size,), jnp.int32)
-    above, counts = prefix.fold(at.tokens(number), look, start)
+    above, counts = at.tokens(number).fold(look, start)
     barrier(shape)
     first, total = prefix.cumsum(counts) - counts, prefix.number(counts)
     place = lax.broadcasted_iota(jnp.int32, (size, width), 1)
@@ -140,12 +140,11 @@ def end_by(at: Further, by_count, target: Mass, base, of_k: Kept):
     """(key, id, how many groups are listed, which are all that have kept tokens): the end of the shortest prefix whose count or
     mass is at least `target`, of what `of_k` keeps, which measures `base`, float32."""
     shape, own, leading = at.shape, at.own, at.leading
-    few = few_of(shape, at.refs, at.memory.few, at.row)
 
     def measure(x, ids):
         """Whichever it is."""
         if own.top_p is None:
-            return Mass((x > -jnp.inf).astype(jnp.int32), jnp.zeros_like(ids))
+            return Mass((x > -jnp.inf).astype(jnp.int32), jnp.int32(0))
         mass = prefix.masses(own)(x, ids)
         if own.top_k is None:
             return mass
@@ -187,7 +186,7 @@ def end_by(at: Further, by_count, target: Mass, base, of_k: Kept):
     is_found = kept.at_least(kept.plus(above, kept.carried(*prefix.total_of(inside, written.x > -jnp.inf))), target)
     is_found &= written.is_all & ~kept.at_least(above, target)
     low, high, *above, left = narrowed(written.x, inside, target, kept.logits_of(high), above)
-    is_found &= left <= RANKED
+    is_few = is_found & (left <= RANKED)
 
     def in_span():
         ref = at.memory.few
@@ -198,11 +197,12 @@ def end_by(at: Further, by_count, target: Mass, base, of_k: Kept):
         lowest = kept.ordered_keys(jnp.float32(prefix.LEAST_FINITE))
         number = at.list_from(prefix.LEAST_FINITE)
         tokens = at.tokens(number)
-        there = prefix.add_up(tokens, measure, lambda x, ids: x > -jnp.inf, prefix.nothing())
-        span = Span(lowest, top, prefix.nothing())
-        return *end_of_prefix(tokens, measure, prefix.least_of(target, there), span, few, shape.vocab), number
+        there = prefix.add_up(tokens, measure, lambda x, ids: x > -jnp.inf)
+        near = Span(kept.ordered_keys(low), kept.ordered_keys(high), Mass(*above))  # many tie
+        span = kept.either(is_found, near, Span(lowest, top, prefix.nothing()))
+        return *end_in_span(tokens, measure, prefix.least_of(target, there), span, shape.vocab), number
 
-    return prefix.branch(is_found, in_span, in_all)
+    return prefix.branch(is_few, in_span, in_all)
 
 
 def further_end(at: Further):
@@ -218,7 +218,7 @@ def further_end(at: Further):
         if own.top_k is not None:
             def of_prefix():
                 is_in = lambda x, ids: kept.is_kept(kept.ordered_keys(x), ids, of_k)  # noqa: E731
-                return tuple(prefix.add_up(at.tokens(listed), prefix.masses(own), is_in, prefix.nothing()))
+                return tuple(prefix.add_up(at.tokens(listed), prefix.masses(own), is_in))
 
             base = Mass(*prefix.branch(is_k & ~by_count, of_prefix, lambda: tuple(base)))
             total = jnp.where(by_count, jnp.float32(shape.vocab), total)

@@ -19,7 +19,6 @@ from pallas_kernels.logits import LOG2_E, inverse_temperature
 MOST = 2**31 - 1
 LEAST_FINITE = -3.4028235e38
 TINY = 1e-37
-FEW = 512  # tokens among which 16 edges are tried at a time
 
 
 class Row(NamedTuple):
@@ -35,19 +34,11 @@ class Row(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Logits and ids, `[groups, 16]`; logits of what does not exist are -inf. Either they are `held`, in registers, or
-    `fetched(f, init)` is `carry = f(carry, logits, ids)` over blocks of them, in order of id."""
+    """Tokens that are read in blocks `[size, 16]`, in order of id: `fold(f, init)` is `carry = f(carry, logits, ids)` over
+    them; logits of what does not exist are -inf."""
 
-    held: tuple | None
-    fetched: Callable | None = None
-
-
-class Span(NamedTuple):
-    """Where a prefix ends: at a key in [low, high). `above` is the mass from `high` on that the tokens given do not have."""
-
-    low: Any
-    high: Any
-    above: Mass
+    fold: Callable
+    size: int
 
 
 class Bracket(NamedTuple):
@@ -58,19 +49,6 @@ class Bracket(NamedTuple):
     high: Any
     total: Any
     dropped: Any
-
-
-class Few(NamedTuple):
-    """Memory for the ids of a few tokens: `store(places, ids, mask)` writes them, `load(number)` reads them back with their
-    logits, (logits, ids) `[1, FEW]`; from `number` on the logits are -inf."""
-
-    store: Callable
-    load: Callable
-
-
-def fold(tokens: Tokens, f, init):
-    """`carry = f(carry, logits, ids)` over the blocks."""
-    return tokens.fetched(f, init) if tokens.held is None else f(init, *tokens.held)
 
 
 def branch(condition, a, b):
@@ -121,13 +99,13 @@ def total_of(mass: Mass, where, axis=None) -> Mass:
     return Mass(whole, whole - whole if mass.fine is None else add(mass.fine))
 
 
-def add_up(tokens: Tokens, measure, where, start: Mass) -> Mass:
-    """`start` and the mass of the tokens where the condition, of logits and ids, holds."""
+def add_up(tokens: Tokens, measure, where) -> Mass:
+    """The mass of the tokens where the condition, of logits and ids, holds."""
     def f(carry, x, ids):
         mass = total_of(measure(x, ids), where(x, ids))
         return carry[0] + mass.whole, carry[1] + mass.fine
 
-    return kept.carried(*fold(tokens, f, tuple(start)))
+    return kept.carried(*tokens.fold(f, tuple(nothing())))
 
 
 def nothing() -> Mass:
@@ -145,20 +123,9 @@ def no_end(vocab: int) -> Kept:
     return Kept(jnp.int32(LOWEST), jnp.int32(vocab))
 
 
-def has_mass(mass: Mass):
-    """Where it is not 0."""
-    return (mass.whole if mass.fine is None else mass.whole | mass.fine) != 0
-
-
 def least_of(a: Mass, b: Mass) -> Mass:
     """The smaller of two scalar masses."""
     return kept.either(kept.at_least(a, b), b, a)
-
-
-def ones(x, ids) -> Mass:
-    """The measure of a count: tokens that are there. It has no fine words."""
-    del ids
-    return Mass((x > -jnp.inf).astype(jnp.int32), None)
 
 
 def weight_of(x, row: Row):

@@ -13,7 +13,6 @@ from jax import lax
 from pallas_kernels import kept, noise
 from pallas_kernels import triton_prefix as prefix
 from pallas_kernels.kept import Kept, Mass
-from pallas_kernels.triton_filter_search import Found
 from pallas_kernels.triton_prefix import Row
 from pallas_kernels.triton_rows import barrier, listed_ids, scatter, tokens_at
 from pallas_kernels.triton_shapes import RANKED, Inputs, Shape
@@ -21,6 +20,13 @@ from pallas_kernels.triton_shapes import RANKED, Inputs, Shape
 WIDTH = 32  # tokens are `[RANKED // WIDTH, WIDTH]`, and compared with `WIDTH` at a time: a warp reduces a row of them alone
 RANK = 20  # bits for the fine words of all of them; the rank is above
 ROUNDS = 24  # of halving, at most
+
+
+class Found(NamedTuple):
+    """The end of the prefix that top_k and top_p keep, and whether the tokens given settle it."""
+
+    end: Kept
+    is_found: Any
 
 
 class Ranked(NamedTuple):
@@ -124,7 +130,7 @@ def of_all(reduce, a):
 
 
 def end_among(tokens: Ranked, own: Row, is_all, vocab: int) -> Found:
-    """As `search`, among tokens that are all above some logit, and all that exist if `is_all`."""
+    """Among tokens that are all above some logit, and all that exist if `is_all`."""
     is_k, is_p = prefix.is_on(own, vocab)
     place = lax.broadcasted_iota(jnp.int32, tokens.x.shape, 0) * WIDTH + lax.broadcasted_iota(jnp.int32, tokens.x.shape, 1)
     is_kept, k_found, p_found = place < tokens.number, ~is_k, is_k & ~is_k

@@ -1,6 +1,5 @@
 """How the kernels of `triton_filtered` read and write their rows."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,7 +8,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import noise
-from pallas_kernels import triton_prefix as prefix
 from pallas_kernels.kept import Filters
 from pallas_kernels.logits import Elementwise, model_logits, processed_logits
 from pallas_kernels.triton_prefix import Row
@@ -156,14 +154,3 @@ def barrier(shape: Shape):
     """What threads of a program stored can be read by the others."""
     if not shape.interpret:
         shape.plt.debug_barrier()
-
-
-def few_of(shape: Shape, refs: Inputs, ref, row) -> prefix.Few:
-    """Memory for a few tokens of a row, `ref` int32 `[rows, FEW]`."""
-    def load(number):
-        barrier(shape)
-        place = lax.broadcasted_iota(jnp.int32, (1, prefix.FEW), 1)
-        ids = listed_ids(shape, ref, row, place, number)
-        return tokens_at(shape, refs, row, ids, place < number)[1], ids
-
-    return prefix.Few(functools.partial(scatter, shape, ref, row), load)

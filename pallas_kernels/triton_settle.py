@@ -9,11 +9,10 @@ from jax.experimental import pallas as pl
 from pallas_kernels import finish as finishing
 from pallas_kernels import noise, race
 from pallas_kernels import triton_prefix as prefix
-from pallas_kernels.triton_filter_search import Found
 from pallas_kernels.triton_further import Further, further_end, leading_of
 from pallas_kernels.triton_kept import best_of, in_winner, race_listed, scored
 from pallas_kernels.triton_prefix import Row
-from pallas_kernels.triton_ranks import bound_of, end_among, guess_of, rank, write_down
+from pallas_kernels.triton_ranks import Found, bound_of, end_among, guess_of, rank, write_down
 from pallas_kernels.triton_rows import (
     column_load,
     list_down,
@@ -107,18 +106,16 @@ def settle(*refs, shape: Shape, trees):
     else:
         is_drawn, end = ~has_law | (num_listed <= shape.listed), prefix.no_end(shape.vocab)
 
-    def finish(end, raced):
-        put(shape, (out, draw), row, (end, in_winner(shape, refs, own, end, given, raced, row)))
+    def here():
+        return end, best_of(scored(own, end, jnp.max(x, axis=1), ids, x, noise.GROUP * groups))
 
-    @pl.when(is_drawn)
-    def _():
-        finish(end, best_of(scored(own, end, jnp.max(x, axis=1), ids, x, noise.GROUP * groups)))
-
-    @pl.when(~is_drawn)
-    def _():
+    def further():
         if shape.has_prefix:
-            further, number = further_end(Further(shape, refs, given, memory, row, own, leading_of(own, x, ids, least)))
+            last, number = further_end(Further(shape, refs, given, memory, row, own, leading_of(own, x, ids, least)))
         else:
             number = list_down(shape, memory.groups, row, listed, shape.num_groups, prefix.places_in_order)
-            further = end
-        finish(further, race_listed(shape, refs, own, further, memory.groups, row, number))
+            last = end
+        return last, race_listed(shape, refs, own, last, memory.groups, row, number)
+
+    last, raced = prefix.branch(is_drawn, here, further)
+    put(shape, (out, draw), row, (last, in_winner(shape, refs, own, last, given, raced, row)))

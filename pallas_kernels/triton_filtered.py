@@ -1,19 +1,15 @@
-"""Draws under filters on NVIDIA GPUs: a product leaves the logits, a few small kernels do the rest, and nothing is sorted.
+"""Draws under filters on NVIDIA GPUs: a product leaves the logits, one or two small kernels do the rest, and nothing is sorted.
 
 On Hopper the kernel of `mosaic` makes the logits, and summarises them meanwhile; elsewhere, of few rows, and where options are
 arrays, XLA makes them and the first of these kernels follows:
 
     summarise   a program per block of a row: its mass, the largest logit of every group, one logit of every group as a sample
-    settle      a program per row: if the groups with the largest logits hold what is kept, the draw; else, from the samples, a
-                gap between two logits in which the kept prefix is likely to end
-    sweep       a program per piece of a row that is not drawn: the mass above that gap, the tokens in it, and bounds to what
-                its groups score
-    conclude    a program per row that is not drawn: the end among the listed tokens, and the draw, from the pieces that may
-                have the winner. If the gap missed the end, or where top_k and top_p both need more than the largest groups,
-                this searches the whole row
+    settle      a program per row: if the groups with the largest logits hold what is kept, the draw; else it looks further,
+                as `triton_further` says, at as many groups as it takes
 
 What is kept is decided by the rules of `kept`; guesses cost time only. Two masses of top_p are float32 sums and not its
-integers, that of the whole row and that above the gap: its set is the one of `kept` to 1e-6 of p.
+integers, that of the whole row and part of that above where a prefix is likely to end: its set is the one of `kept` to 1e-6 of
+p.
 """
 
 import functools
@@ -31,11 +27,9 @@ from pallas_kernels.mosaic_race import sample_of
 from pallas_kernels.tiles import TritonTiles
 from pallas_kernels.triton import operands
 from pallas_kernels.triton_finish import given, like
-from pallas_kernels.triton_gap import conclude, sweep
-from pallas_kernels.triton_prefix import FEW
-from pallas_kernels.triton_rows import block_of, pieces_each, put, row_of, scatter, split, tokens_at, tokens_of
+from pallas_kernels.triton_rows import block_of, put, row_of, scatter, split, tokens_at, tokens_of
 from pallas_kernels.triton_settle import settle
-from pallas_kernels.triton_shapes import RANKED, WARPS_TO_CONCLUDE, WARPS_TO_SETTLE, Inputs, Shape, State, Summary, Sweep
+from pallas_kernels.triton_shapes import RANKED, WARPS, Inputs, Memory, Shape, Summary
 from pallas_kernels.vectors import pack
 
 
@@ -98,11 +92,7 @@ def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, mgpu=Non
                              name=f"gumbeljax_{kernel.__name__}")(*of_call)
         return jax.tree.unflatten(jax.tree.structure(outputs), out)
 
-    number, row, last = of(i32), of(f32), Kept(of(i32), of(i32))
-    piece = of(f32, shape.num_pieces)
-    few = of(i32, max(FEW, 4 * RANKED))
-    token = Draw(number, row, row, row, row)
-
+    number, row = of(i32), of(f32)
     if made is None:
         block, group = like(leaves, (shape.num_blocks, rows), f32), of(f32, shape.num_groups)
         model = block if with_log_probs else None
@@ -111,11 +101,8 @@ def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, mgpu=Non
     else:
         summary = Summary(made.top, made.total, made.top if with_log_probs else None, made.model_total, made.group_top,
                           made.sample if shape.has_prefix else None)
-    state, settled, *_ = launch(settle, rows, WARPS_TO_SETTLE, (inputs, summary), (
-        State(number, row, row, number, number, last), token, of(i32, shape.listed), few))
-    searched = [of(i32, n) if shape.has_prefix else None for n in (shape.num_pieces, shape.num_pieces, shape.num_groups)]
-    swept, = launch(sweep, pl.cdiv(rows * shape.num_pieces, pieces_each(shape, rows)), 2, (inputs, summary, state),
-                    (Sweep(piece, piece, piece, *searched),))
-    end, out, *_ = launch(conclude, rows, WARPS_TO_CONCLUDE, (inputs, summary, state, settled, swept),
-                          (last, token, of(i32, shape.in_gap), few))
+    slots = of(i32, shape.slots) if shape.has_prefix else None
+    memory = Memory(of(i32, shape.num_groups), slots, of(i32, 4 * RANKED))
+    token = Draw(number, row, row, row, row)
+    end, out, _ = launch(settle, rows, WARPS, (inputs, summary), (Kept(number, number), token, memory))
     return out, end

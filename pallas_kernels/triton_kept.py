@@ -9,7 +9,7 @@ from pallas_kernels import triton_prefix as prefix
 from pallas_kernels.finish import Draw
 from pallas_kernels.kept import Kept
 from pallas_kernels.triton_prefix import Row
-from pallas_kernels.triton_rows import column_load, groups_from, tokens_at, tokens_of
+from pallas_kernels.triton_rows import column_load, fold_listed, tokens_at
 from pallas_kernels.triton_shapes import Raced, Shape, Summary
 
 
@@ -19,13 +19,18 @@ def kept_of(x, ids, own: Row, end: Kept):
     return is_kept if own.min_p is None else is_kept & prefix.is_above(x, own)
 
 
-def race_of(own: Row, end: Kept, group_top, ids, x, first_ids) -> Raced:
-    """The race of groups `[n]`, logits and ids `[n, 16]`, over their kept tokens."""
+def scored(own: Row, end: Kept, group_top, ids, x, first_ids) -> Raced:
+    """Each of groups `[n]`, logits and ids `[n, 16]`, in the race of their kept tokens."""
     weight = prefix.weight_below(x - race.finite_or_zero(group_top)[:, None], own)
     of_group = jnp.sum(jnp.where(kept_of(x, ids, own, end), weight, 0.0), axis=1)
     own_top = jnp.where(of_group > 0.0, group_top, -jnp.inf)  # the largest logit of a group is kept if any is
     high, low = race.scores(own_top, of_group, race.group_noise(own.keys, 0, first_ids), own.t)
-    return Raced(*race.best_score(high, low, first_ids), jnp.sum(of_group * prefix.weight_of(own_top, own)))
+    return Raced(high, low, first_ids, of_group * prefix.weight_of(own_top, own))
+
+
+def best_of(groups: Raced) -> Raced:
+    """The race of groups `[n]`."""
+    return Raced(*race.best_score(*groups[:3]), jnp.sum(groups.total))
 
 
 def drawn(shape: Shape, own: Row, raced: Raced, summary: Summary, row, ids, model, x) -> Draw:
@@ -45,22 +50,18 @@ def drawn(shape: Shape, own: Row, raced: Raced, summary: Summary, row, ids, mode
     return Draw(*(a.reshape(()) for a in draw))
 
 
-def race_in_chunks(shape: Shape, refs, own: Row, end: Kept, row, is_wanted) -> Raced:
-    """The race over the chunks of a row that hold a piece that `is_wanted`, `[pieces and padding]`."""
-    chunks = lax.div(lax.broadcasted_iota(jnp.int32, is_wanted.shape, 0), jnp.int32(shape.chunk // shape.piece))
-    after = lambda chunk: jnp.min(jnp.where(is_wanted & (chunks > chunk), chunks, shape.num_pieces))  # noqa: E731
+def race_listed(shape: Shape, refs, own: Row, end: Kept, ref, row, number) -> Raced:
+    """The race of the groups that are listed, in order. Every place in a block has a race of its own, until the end."""
+    size = shape.streamed
 
-    def look(state):
-        chunk, best = state[0], Raced(*state[1:])
-        groups, is_there = groups_from(chunk * shape.chunk, shape.chunk, shape.num_groups)
-        ids, _, x = tokens_of(shape, refs, row, groups, is_there)
-        new = race_of(own, end, jnp.max(x, axis=1), ids, x, noise.GROUP * groups)
+    def look(best: Raced, x, ids):
+        new = scored(own, end, jnp.max(x, axis=1), ids, x, jnp.min(ids, axis=1))
         better = (new.high > best.high) | ((new.high == best.high) & (new.low > best.low))  # of equals, the first
-        return after(chunk), *(jnp.where(better, a, b) for a, b in zip(new[:3], best[:3], strict=True)), best.total + new.total
+        return Raced(*(jnp.where(better, a, b) for a, b in zip(new[:3], best[:3], strict=True)), best.total + new.total)
 
-    nobody = jnp.float32(-jnp.inf), jnp.float32(0.0), jnp.int32(race.NO_ID), jnp.float32(0.0)
-    _, *best = lax.while_loop(lambda state: state[0] < shape.num_pieces, look, (after(-1), *nobody))
-    return Raced(*best)
+    nobody = Raced(*(jnp.full((size,), *a) for a in (
+        (-jnp.inf, jnp.float32), (0.0, jnp.float32), (race.NO_ID, jnp.int32), (0.0, jnp.float32))))
+    return best_of(fold_listed(shape, refs, ref, row, number, look, nobody))
 
 
 def in_winner(shape: Shape, refs, own: Row, end: Kept, summary: Summary, won: Raced, row) -> Draw:

@@ -18,7 +18,7 @@ from pallas_kernels.logits import LOG2_E, inverse_temperature
 
 MOST = 2**31 - 1
 LEAST_FINITE = -3.4028235e38
-FEW = 512  # tokens among which 16 edges are tried at a time
+TINY = 1e-37
 
 
 class Row(NamedTuple):
@@ -34,39 +34,21 @@ class Row(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Blocks of (logits, ids), each `[groups, 16]`; logits of what does not exist are -inf. The first are `held`, in registers;
-    `load(block)` fetches any of them, and then they are in order of id. Without `load` one is held, and that is all."""
+    """Tokens that are read in blocks `[size, 16]`, in order of id: `fold(f, init)` is `carry = f(carry, logits, ids)` over
+    them; logits of what does not exist are -inf."""
 
-    held: tuple
-    load: Callable | None = None
-    num_blocks: Any = 0
+    fold: Callable
+    size: int
 
 
-class Span(NamedTuple):
-    """Where a prefix ends: at a key in [low, high). `above` is the mass from `high` on that the tokens given do not have."""
+class Bracket(NamedTuple):
+    """Logits [low, high) among which a prefix ends, low -inf if they are all below high; what these measure together, and what
+    of it is not in the prefix, float32."""
 
     low: Any
     high: Any
-    above: Mass
-
-
-class Few(NamedTuple):
-    """Memory for the ids of a few tokens: `store(places, ids, mask)` writes them, `load(number)` reads them back with their
-    logits, (logits, ids) `[1, FEW]`; from `number` on the logits are -inf."""
-
-    store: Callable
-    load: Callable
-
-
-def fold(tokens: Tokens, f, init, start=0):
-    """`carry = f(carry, logits, ids)` over the blocks; `start` is the first of those that are fetched."""
-    carry = init
-    for x, ids in tokens.held:
-        carry = f(carry, x, ids)
-    if (load := tokens.load) is None:
-        return carry
-    one = lambda block, carry: f(carry, *load(jnp.asarray(block, jnp.int32)))  # noqa: E731
-    return lax.fori_loop(max(start, len(tokens.held)), tokens.num_blocks, one, carry)
+    total: Any
+    dropped: Any
 
 
 def branch(condition, a, b):
@@ -95,6 +77,16 @@ def places_in_lanes(counts):
     return places, number(of_lane)
 
 
+def places_in_order(counts):
+    """As `places_in_lanes`: row after row."""
+    of_all, places = jnp.int32(0), []
+    for tile in counts:
+        of_row = jnp.sum(tile, axis=1, dtype=jnp.int32)
+        places.append((of_all + cumsum(of_row) - of_row)[:, None] + cumsum(tile) - tile)
+        of_all += number(of_row)
+    return places, of_all
+
+
 def cumsum(x):
     """Along the last axis, int32."""
     return lax.cumsum(x, axis=x.ndim - 1)
@@ -107,13 +99,13 @@ def total_of(mass: Mass, where, axis=None) -> Mass:
     return Mass(whole, whole - whole if mass.fine is None else add(mass.fine))
 
 
-def add_up(tokens: Tokens, measure, where, start: Mass) -> Mass:
-    """`start` and the mass of the tokens where the condition, of logits and ids, holds."""
+def add_up(tokens: Tokens, measure, where) -> Mass:
+    """The mass of the tokens where the condition, of logits and ids, holds."""
     def f(carry, x, ids):
         mass = total_of(measure(x, ids), where(x, ids))
         return carry[0] + mass.whole, carry[1] + mass.fine
 
-    return kept.carried(*fold(tokens, f, tuple(start)))
+    return kept.carried(*tokens.fold(f, tuple(nothing())))
 
 
 def nothing() -> Mass:
@@ -121,25 +113,19 @@ def nothing() -> Mass:
     return Mass(jnp.int32(0), jnp.int32(0))
 
 
+def counted(number) -> Mass:
+    """A count, as a scalar mass."""
+    return Mass(number, jnp.int32(0))
+
+
 def no_end(vocab: int) -> Kept:
     """The end of a prefix that is everything."""
     return Kept(jnp.int32(LOWEST), jnp.int32(vocab))
 
 
-def has_mass(mass: Mass):
-    """Where it is not 0."""
-    return (mass.whole if mass.fine is None else mass.whole | mass.fine) != 0
-
-
 def least_of(a: Mass, b: Mass) -> Mass:
     """The smaller of two scalar masses."""
     return kept.either(kept.at_least(a, b), b, a)
-
-
-def ones(x, ids) -> Mass:
-    """The measure of a count: tokens that are there. It has no fine words."""
-    del ids
-    return Mass((x > -jnp.inf).astype(jnp.int32), None)
 
 
 def weight_of(x, row: Row):
@@ -182,35 +168,39 @@ def is_on(row: Row, vocab: int):
     return is_k, off if row.top_p is None else row.top_p < 1.0
 
 
-def undecided_span(samples, row: Row, by_count, lowest, vocab: int):
-    """(low, high): logits between which the end of the prefix is likely to lie, from one logit of each group, in tiles.
+def undecided_span(samples, row: Row, by_count, bracket: Bracket):
+    """(low, high): logits in the bracket between which the end of the prefix is likely to lie, from one logit of each group, in
+    tiles; -inf if there is none below.
 
-    What is dropped has nearly known mass: that of the samples below a logit, 16 times, has about 16^2 times the sum of their
-    squares as its variance, to which one more sample is added lest there be none. Of a count, the share that is not below takes
-    its part away from it.
+    Two guesses say what is below a logit: 16 times the samples there, and what 16 times those above leave. Their variances are
+    about 16^2 times the sums of their squares, to which one more sample is added lest there be none; they are weighed by these.
     """
-    dropped = jnp.float32(0.0) if row.top_p is None else (1.0 - row.top_p) * row.total
-    if row.top_k is not None:
-        dropped = jnp.where(by_count, (vocab - row.top_k).astype(jnp.float32), dropped)
-    weights = [jnp.where(by_count, 1.0, weight_of(x, row)) for x in samples]
-    of_squares = [noise.GROUP * x * x for x in weights]
+    is_in = [(x >= bracket.low) & (x < bracket.high) for x in samples]
+    weights = [jnp.where(y, jnp.where(by_count, 1.0, weight_of(x, row)), 0.0) for x, y in zip(samples, is_in, strict=True)]
+    add_up = lambda tiles: jnp.sum(in_lanes(jnp.sum, jnp.add, tiles))  # noqa: E731
+    total, squares = add_up(weights), add_up([x * x for x in weights])
 
     def below(value):
-        under = lambda tiles: [jnp.where(x < value, y, 0.0) for x, y in zip(samples, tiles, strict=True)]  # noqa: E731
-        mass, squares = (noise.GROUP * jnp.sum(in_lanes(jnp.sum, jnp.add, under(y))) for y in (weights, of_squares))
-        one = noise.GROUP * jnp.where(by_count, 1.0, weight_of(value, row))
-        rest = jnp.where(by_count, jnp.maximum(1.0 - mass / vocab, 0.0), 1.0)
-        return mass, 3.5 * jnp.sqrt(rest * (squares + one * one))
+        under = [jnp.where(x < value, y, 0.0) for x, y in zip(samples, weights, strict=True)]
+        mass, of_squares = add_up(under), add_up([x * x for x in under])
+        one = jnp.where(by_count, 1.0, weight_of(value, row))
+        of_below, of_above = of_squares + one * one, jnp.maximum(squares - of_squares, 0.0) + one * one
+        share = of_above / jnp.maximum(of_below + of_above, jnp.float32(TINY))
+        mass = share * noise.GROUP * mass + (1.0 - share) * (bracket.total - noise.GROUP * (total - mass))
+        return mass, 3.5 * noise.GROUP * jnp.sqrt(share * of_below)
 
     def halve(_, ends):
         low, low_end, high_start, high = ends
         middle_low, middle_high = 0.5 * (low + low_end), 0.5 * (high_start + high)
         mass, spread = below(middle_low)
-        is_low = mass + spread <= dropped
+        is_low = mass + spread <= bracket.dropped
         mass, spread = below(middle_high)
-        is_high = mass - spread >= dropped
+        is_high = mass - spread >= bracket.dropped
         return (jnp.where(is_low, middle_low, low), jnp.where(is_low, low_end, middle_low),
                 jnp.where(is_high, high_start, middle_high), jnp.where(is_high, middle_high, high))
 
-    low, _, _, high = lax.fori_loop(0, 11, halve, (lowest, row.top, lowest, row.top))
-    return low, high
+    finite = [jnp.where(y & (x > -jnp.inf), x, jnp.inf) for x, y in zip(samples, is_in, strict=True)]
+    top = jnp.minimum(bracket.high, row.top)
+    start = jnp.minimum(jnp.min(in_lanes(jnp.min, jnp.minimum, finite)), top)
+    low, _, _, high = lax.fori_loop(0, 11, halve, (start, top, start, top))
+    return jnp.where(low > start, low, bracket.low), high

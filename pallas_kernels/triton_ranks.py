@@ -12,8 +12,7 @@ from jax import lax
 
 from pallas_kernels import kept, noise
 from pallas_kernels import triton_prefix as prefix
-from pallas_kernels.kept import Kept
-from pallas_kernels.triton_filter_search import Found
+from pallas_kernels.kept import Kept, Mass
 from pallas_kernels.triton_prefix import Row
 from pallas_kernels.triton_rows import barrier, listed_ids, scatter, tokens_at
 from pallas_kernels.triton_shapes import RANKED, Inputs, Shape
@@ -21,6 +20,13 @@ from pallas_kernels.triton_shapes import RANKED, Inputs, Shape
 WIDTH = 32  # tokens are `[RANKED // WIDTH, WIDTH]`, and compared with `WIDTH` at a time: a warp reduces a row of them alone
 RANK = 20  # bits for the fine words of all of them; the rank is above
 ROUNDS = 24  # of halving, at most
+
+
+class Found(NamedTuple):
+    """The end of the prefix that top_k and top_p keep, and whether the tokens given settle it."""
+
+    end: Kept
+    is_found: Any
 
 
 class Ranked(NamedTuple):
@@ -74,17 +80,17 @@ def bound_of(over, ends, guess, wanted, most: int):
     return prefix.branch(is_done, lambda: (guess, number), search)
 
 
-def write_down(shape: Shape, ref, row, x, ids, least):
-    """Writes down the ids of tokens `[groups, 16]` with a logit of at least `least`, as many as `RANKED`.
+def write_down(shape: Shape, ref, row, ids, is_in):
+    """Writes down the ids of tokens `[groups, 16]` where `is_in` says so, as many as `RANKED`.
 
     One store of all of them: Triton moves what it needs to other threads, once, and would for each store of a column.
     """
     lane = lax.broadcasted_iota(jnp.int32, (1, noise.GROUP), 1)
-    bits = jnp.sum(jnp.where(x >= least, jnp.int32(1) << lane, 0), axis=1, dtype=jnp.int32)
+    bits = jnp.sum(jnp.where(is_in, jnp.int32(1) << lane, 0), axis=1, dtype=jnp.int32)
     count = lax.population_count(bits)
     first = prefix.cumsum(count) - count
     places = first[:, None] + lax.population_count(bits[:, None] & ((jnp.int32(1) << lane) - 1))
-    scatter(shape, ref, row, places, ids, (x >= least) & (places < RANKED))
+    scatter(shape, ref, row, places, ids, is_in & (places < RANKED))
 
 
 def rank(shape: Shape, refs: Inputs, ref, row, own: Row, number) -> Ranked:
@@ -124,7 +130,7 @@ def of_all(reduce, a):
 
 
 def end_among(tokens: Ranked, own: Row, is_all, vocab: int) -> Found:
-    """As `search`, among tokens that are all above some logit, and all that exist if `is_all`."""
+    """Among tokens that are all above some logit, and all that exist if `is_all`."""
     is_k, is_p = prefix.is_on(own, vocab)
     place = lax.broadcasted_iota(jnp.int32, tokens.x.shape, 0) * WIDTH + lax.broadcasted_iota(jnp.int32, tokens.x.shape, 1)
     is_kept, k_found, p_found = place < tokens.number, ~is_k, is_k & ~is_k
@@ -137,7 +143,21 @@ def end_among(tokens: Ranked, own: Row, is_all, vocab: int) -> Found:
         target = kept.share(kept.either(is_k, there, prefix.everything(own)), own.top_p)
         p_found = is_p & k_found & (is_all | kept.at_least(there, target))
         is_kept &= ~is_p | ~kept.at_least(tokens.above, prefix.least_of(target, there))  # what comes before is not enough
-    last = of_all(jnp.min, jnp.where(is_kept, tokens.x, jnp.inf))
-    last_id = of_all(jnp.max, jnp.where(is_kept & (tokens.x == last), tokens.ids, -1))
     is_found = ~(is_p & ~k_found) & ((is_k & k_found) | p_found)
-    return Found(kept.either(is_found, Kept(kept.ordered_keys(last), last_id), prefix.no_end(vocab)), is_found)
+    return Found(kept.either(is_found, last_of(tokens, is_kept), prefix.no_end(vocab)), is_found)
+
+
+def end_below(tokens: Ranked, by_count, above: Mass, target: Mass) -> Kept:
+    """The end of the shortest prefix whose count or mass is at least `target`, where these are the tokens among which it is and
+    `above` is that of those before all of them."""
+    before = prefix.counted(tokens.rank)
+    if tokens.above is not None:
+        before = kept.either(by_count, Mass(tokens.rank, jnp.zeros_like(tokens.rank)), tokens.above)
+    place = lax.broadcasted_iota(jnp.int32, tokens.x.shape, 0) * WIDTH + lax.broadcasted_iota(jnp.int32, tokens.x.shape, 1)
+    return last_of(tokens, (place < tokens.number) & ~kept.at_least(kept.plus(above, before), target))
+
+
+def last_of(tokens: Ranked, is_kept) -> Kept:
+    """The last of those that are kept."""
+    last = of_all(jnp.min, jnp.where(is_kept, tokens.x, jnp.inf))
+    return Kept(kept.ordered_keys(last), of_all(jnp.max, jnp.where(is_kept & (tokens.x == last), tokens.ids, -1)))

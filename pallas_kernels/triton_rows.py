@@ -1,6 +1,5 @@
 """How the kernels of `triton_filtered` read and write their rows."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,11 +8,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import noise
-from pallas_kernels import triton_prefix as prefix
 from pallas_kernels.kept import Filters
 from pallas_kernels.logits import Elementwise, model_logits, processed_logits
 from pallas_kernels.triton_prefix import Row
-from pallas_kernels.triton_shapes import DRAWN, LANES, PROGRAMS, Inputs, Shape
+from pallas_kernels.triton_shapes import LANES, Inputs, Shape
 
 
 def split(refs, trees):
@@ -66,54 +64,11 @@ def listed_ids(shape: Shape, ref, row, places, number):
     return jnp.where(is_there, shape.plt.load(ref.at[row, jnp.where(is_there, places, 0)]), 0)
 
 
-def piece_of(shape: Shape, program):
-    """(row, piece, its groups, which of them to look at), row after row."""
-    number = jnp.int32(shape.num_pieces)
-    piece = lax.rem(program, number)
-    return lax.div(program, number), piece, *groups_from(piece * shape.piece, shape.piece, shape.num_groups)
-
-
 def block_of(shape: Shape, program, rows: int):
-    """As `piece_of`, for blocks, the last of all rows first: the product has just written them, some may still be in the L2."""
+    """(row, block, its groups, which of them to look at), the last blocks of all rows first: the product has just written them,
+    some may still be in the L2."""
     block = shape.num_blocks - 1 - lax.div(program, jnp.int32(rows))
     return lax.rem(program, jnp.int32(rows)), block, *groups_from(block * shape.block, shape.block, shape.num_groups)
-
-
-def pieces_each(shape: Shape, rows: int) -> int:
-    """Of a program where there are `PROGRAMS`."""
-    return pl.cdiv(rows * shape.num_pieces, PROGRAMS)
-
-
-def for_pieces(shape: Shape, kinds, f):
-    """`f(row, kind, piece, its groups, which to look at)` for the pieces of this program of rows that are not drawn; `kinds`
-    `[rows]` are loaded."""
-    rows = kinds.shape[0]
-    each = pieces_each(shape, rows)
-    first = pl.program_id(0) * each
-    kind_at = lambda program: shape.plt.load(kinds.at[lax.div(program, jnp.int32(shape.num_pieces))])  # noqa: E731
-
-    def one(i, _=None):
-        program = first + jnp.asarray(i, jnp.int32)
-
-        @pl.when(program < rows * shape.num_pieces)
-        def _():
-            kind = kind_at(program)
-
-            @pl.when(kind != DRAWN)
-            def _():
-                row, *piece = piece_of(shape, program)
-                f(row, kind, *piece)
-
-    if each == 1:
-        one(0)
-    elif each > shape.num_pieces:
-        lax.fori_loop(0, each, one, None)
-    else:  # of one row, or the next one too
-        last = jnp.minimum(first + each, rows * shape.num_pieces) - 1
-
-        @pl.when((kind_at(first) != DRAWN) | (kind_at(last) != DRAWN))
-        def _():
-            lax.fori_loop(0, each, one, None)
 
 
 def row_of(shape: Shape, refs: Inputs, row, top: Any = None, total: Any = None) -> Row:
@@ -126,20 +81,9 @@ def row_of(shape: Shape, refs: Inputs, row, top: Any = None, total: Any = None) 
     return Row(tuple(word(2 + i) for i in range(shape.num_keys)), t, top, total, *map(filters.get, Filters._fields))
 
 
-def fetch(shape: Shape, refs, where):
-    """Loads scalars."""
-    return jax.tree.map(lambda ref: shape.plt.load(ref.at[where]), refs)
-
-
 def put(shape: Shape, refs, where, values):
     """Stores scalars."""
     jax.tree.map(lambda ref, value: shape.plt.store(ref.at[where], value), refs, values)
-
-
-def padded_load(shape: Shape, ref, row, size: int, other):
-    """`[next power of 2]`: the first `size` entries of a row."""
-    place = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(size),), 0)
-    return shape.plt.load(ref.at[row, place], mask=place < size, other=other)
 
 
 def column_load(shape: Shape, ref, row, other):
@@ -166,7 +110,7 @@ def spread_iota(size: int):
 
 
 def spread_load(shape: Shape, ref, row, size: int, other):
-    """As `padded_load`, in tiles like those of `spread_iota`.
+    """The first `size` entries of a row, in tiles like those of `spread_iota`.
 
     To each place its sign is added, 0: Triton cannot tell, gives a thread no four neighbours, and need not move them later.
     """
@@ -180,18 +124,33 @@ def scatter(shape: Shape, ref, row, places, values, mask):
     shape.plt.store(ref.at[row, places], values, mask=mask)
 
 
+def list_down(shape: Shape, ref, row, is_listed, most: int, places_of):
+    """Writes down the groups, in tiles, that are to be listed, as many as `most`, where `places_of` puts them; how many they
+    are."""
+    places, number = places_of([x.astype(jnp.int32) for x in is_listed])
+    for place, ids, is_in in zip(places, spread_iota(shape.num_groups), is_listed, strict=True):
+        scatter(shape, ref, row, place, ids, is_in & (place < most))
+    barrier(shape)
+    return number
+
+
+def fold_listed(shape: Shape, refs: Inputs, ref, row, number, f, init):
+    """`carry = f(carry, logits, ids)` over blocks `[groups, 16]` of the groups that are listed, as many as `number`."""
+    size = shape.streamed
+    place = lax.broadcasted_iota(jnp.int32, (size,), 0)
+
+    def one(block, carry):
+        groups, carry = carry
+        places = jnp.asarray(block, jnp.int32) * size + place
+        ids, _, x = tokens_of(shape, refs, row, groups, places < number)
+        # The groups of the next block, so that its tokens need not wait for them.
+        return listed_ids(shape, ref, row, places + size, number), f(carry, x, ids)
+
+    blocks = lax.div(number + (size - 1), jnp.int32(size))
+    return lax.fori_loop(0, blocks, one, (listed_ids(shape, ref, row, place, number), init))[1]
+
+
 def barrier(shape: Shape):
     """What threads of a program stored can be read by the others."""
     if not shape.interpret:
         shape.plt.debug_barrier()
-
-
-def few_of(shape: Shape, refs: Inputs, ref, row) -> prefix.Few:
-    """Memory for a few tokens of a row, `ref` int32 `[rows, FEW]`."""
-    def load(number):
-        barrier(shape)
-        place = lax.broadcasted_iota(jnp.int32, (1, prefix.FEW), 1)
-        ids = listed_ids(shape, ref, row, place, number)
-        return tokens_at(shape, refs, row, ids, place < number)[1], ids
-
-    return prefix.Few(functools.partial(scatter, shape, ref, row), load)

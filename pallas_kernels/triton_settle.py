@@ -1,4 +1,4 @@
-"""The rows whose kept set lies in the groups with the largest logits: a kernel of `triton_filtered`, which draws in them."""
+"""The kernel of `triton_filtered` that draws: what it does where the kept set lies in the groups with the largest logits."""
 
 import functools
 
@@ -7,27 +7,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import finish as finishing
-from pallas_kernels import kept, noise, race
+from pallas_kernels import noise, race
 from pallas_kernels import triton_prefix as prefix
-from pallas_kernels.finish import Draw
-from pallas_kernels.triton_filter_search import Found, search
-from pallas_kernels.triton_kept import in_winner, race_of
-from pallas_kernels.triton_prefix import Row, Span, Tokens
-from pallas_kernels.triton_ranks import bound_of, end_among, guess_of, rank, write_down
+from pallas_kernels.triton_further import Further, further_end, leading_of
+from pallas_kernels.triton_kept import best_of, in_winner, race_listed, scored
+from pallas_kernels.triton_prefix import Row
+from pallas_kernels.triton_ranks import Found, bound_of, end_among, guess_of, rank, write_down
 from pallas_kernels.triton_rows import (
-    barrier,
     column_load,
-    few_of,
+    list_down,
     listed_ids,
     put,
     row_of,
-    scatter,
     split,
-    spread_iota,
     spread_load,
     tokens_of,
 )
-from pallas_kernels.triton_shapes import DRAWN, IN_SPAN, RANKED, SETTLED, WHOLE, Shape, State
+from pallas_kernels.triton_shapes import RANKED, Shape
 
 
 def is_leading(shape: Shape, own: Row, group_top):
@@ -58,38 +54,22 @@ def is_leading(shape: Shape, own: Row, group_top):
 
 
 def end_of(shape: Shape, refs, ref, row, own: Row, x, ids, least, is_whole) -> Found:
-    """The end of the prefix, if it lies among tokens `[groups, 16]` from `least` on: these are all there are, and those below
-    too where it `is_whole`. It is looked for among some hundreds of the largest, and if it is not there, in all of them."""
+    """The end of the prefix, if it lies among the largest few hundred of tokens `[groups, 16]` from `least` on: these are all
+    there are, and those below too where it `is_whole`."""
     wanted = jnp.int32(RANKED * 3 // 8)
     if own.top_k is not None:
         wanted = jnp.maximum(jnp.minimum(own.top_k, RANKED - RANKED // 8), wanted)
     over = lambda low: prefix.number(x >= low)  # noqa: E731
     ends = lambda: (jnp.min(jnp.min(jnp.where(x > -jnp.inf, x, jnp.inf), axis=1)), own.top)  # noqa: E731
     from_, number = bound_of(over, ends, least, wanted, RANKED)
-    write_down(shape, ref, row, x, ids, from_)
+    write_down(shape, ref, row, ids, x >= from_)
     ranked = rank(shape, refs, ref, row, own, number)
-    found = end_among(ranked, own, is_whole & (from_ == prefix.LEAST_FINITE), shape.vocab)
-    is_k, is_p = prefix.is_on(own, shape.vocab)
-
-    def in_all():
-        span = Span(kept.ordered_keys(least), kept.ordered_keys(own.top) + 1, prefix.nothing())
-        return search(Tokens(((x, ids),)), own, span, few_of(shape, refs, ref, row), is_whole, shape.vocab)
-
-    return prefix.branch((is_k | is_p) & ~found.is_found & (from_ > least), in_all, lambda: found)
-
-
-def list_down(shape: Shape, ref, row, is_listed):
-    """Writes down the groups, in tiles, that are to be listed; how many they are."""
-    places, number = prefix.places_in_lanes([x.astype(jnp.int32) for x in is_listed])
-    for place, ids, is_in in zip(places, spread_iota(shape.num_groups), is_listed, strict=True):
-        scatter(shape, ref, row, place, ids, is_in & (place < shape.listed))
-    barrier(shape)
-    return number
+    return end_among(ranked, own, is_whole & (from_ == prefix.LEAST_FINITE), shape.vocab)
 
 
 def settle(*refs, shape: Shape, trees):
-    """One row: the end of its prefix, or where to look for it."""
-    refs, given, out, draw, list_ref, few_ref = split(refs, trees)
+    """One row: the end of its prefix, and the draw."""
+    refs, given, out, draw, memory = split(refs, trees)
     row = pl.program_id(0)
     group_top = spread_load(shape, given.group_top, row, shape.num_groups, -jnp.inf)  # first: the rest waits for less then
     own = row_of(shape, refs, row)
@@ -104,10 +84,10 @@ def settle(*refs, shape: Shape, trees):
     else:
         own, num_listed = with_mass(), None
         listed = [prefix.is_above(x, own) for x in group_top]
-    counted = list_down(shape, list_ref, row, listed)
+    counted = list_down(shape, memory.groups, row, listed, shape.listed, prefix.places_in_lanes)
     num_listed = counted if num_listed is None else num_listed
     place = lax.broadcasted_iota(jnp.int32, (shape.listed,), 0)
-    groups = listed_ids(shape, list_ref, row, place, num_listed)
+    groups = listed_ids(shape, memory.groups, row, place, num_listed)
     ids, _, x = tokens_of(shape, refs, row, groups, place < num_listed)
     if shape.has_prefix:
         own = with_mass()
@@ -118,33 +98,24 @@ def settle(*refs, shape: Shape, trees):
     if own.top_p is not None:
         own = own._replace(top_p=jnp.where(is_p, own.top_p, 1.0))
     if shape.has_prefix:
-        found = end_of(shape, refs, few_ref, row, own, x, ids, least, is_whole)
-        is_drawn = ~has_law | is_whole | found.is_found  # the tokens listed have all that are kept
+        found = end_of(shape, refs, memory.few, row, own, x, ids, least, is_whole)
+        is_drawn = ~has_law | found.is_found | (is_whole & ~(is_k | is_p))  # the tokens listed have all that are kept
         if own.min_p is not None:  # it ends before the others do
             is_drawn |= ~prefix.is_above(least, own) & ~(is_k & is_p)
         end = found.end
     else:
         is_drawn, end = ~has_law | (num_listed <= shape.listed), prefix.no_end(shape.vocab)
 
-    def guessed():
-        samples = spread_load(shape, given.sample, row, shape.num_groups, jnp.inf)
-        start = jnp.min(prefix.in_lanes(jnp.min, jnp.minimum, [jnp.where(x > -jnp.inf, x, jnp.inf) for x in samples]))
-        low, high = prefix.undecided_span(samples, own, is_k, start, shape.vocab)
-        low = kept.ordered_keys(jnp.where(low > start, low, prefix.LEAST_FINITE))
-        high = kept.ordered_keys(high) + (high >= own.top).astype(jnp.int32)
-        return jnp.where(is_k & is_p, jnp.int32(WHOLE), jnp.int32(IN_SPAN)), low, high
+    def here():
+        return end, best_of(scored(own, end, jnp.max(x, axis=1), ids, x, noise.GROUP * groups))
 
-    def drawn_here():
-        raced = race_of(own, end, jnp.max(x, axis=1), ids, x, noise.GROUP * groups)
-        return in_winner(shape, refs, own, end, given, raced, row)
+    def further():
+        if shape.has_prefix:
+            last, number = further_end(Further(shape, refs, given, memory, row, own, leading_of(own, x, ids, least)))
+        else:
+            number = list_down(shape, memory.groups, row, listed, shape.num_groups, prefix.places_in_order)
+            last = end
+        return last, race_listed(shape, refs, own, last, memory.groups, row, number)
 
-    none = lambda: Draw(jnp.int32(-1), *[jnp.float32(jnp.nan)] * 4)  # noqa: E731
-    put(shape, draw, row, prefix.branch(is_drawn, drawn_here, none))
-
-    def done():
-        low = kept.ordered_keys(jnp.float32(prefix.LEAST_FINITE))
-        return jnp.where(is_drawn, jnp.int32(DRAWN), jnp.int32(SETTLED)), low, low
-
-    rest = guessed if shape.has_prefix else done
-    kind, low, high = prefix.branch(is_drawn | ~(is_k | is_p), done, rest)
-    put(shape, out, row, State(kind, own.top, own.total, low, high, end))
+    last, raced = prefix.branch(is_drawn, here, further)
+    put(shape, (out, draw), row, (last, in_winner(shape, refs, own, last, given, raced, row)))

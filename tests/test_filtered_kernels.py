@@ -9,7 +9,7 @@ import pytest
 
 import gumbeljax
 from gumbeljax import _compat
-from pallas_kernels import filtered, kept, triton_filtered, triton_prefix, triton_rows
+from pallas_kernels import filtered, kept, triton_filtered, triton_prefix, triton_shapes
 from pallas_kernels.kept import Filters
 from pallas_kernels.logits import Elementwise, canonical_temperature
 from tests import filter_oracle as oracle
@@ -192,23 +192,59 @@ def test_the_head_is_multiplied(dtype, vocab_axis):
 
 @pytest.mark.slow
 def test_a_gap_that_misses_the_end_costs_time_only(monkeypatch):
-    """Samples guess; wrong guesses, too high, too low and too wide, leave every kept set as it is. So do programs with several
-    pieces, of several rows."""
+    """Samples guess; wrong guesses, too high, too low and too wide, leave every kept set as it is."""
     vocab, gaps = 16 * 600, ((3.0, 4.0), (-5.0, -4.0), (-6.0, 6.0), (1.0, 1.0))
     logits = np.tile(np.random.default_rng(1).normal(size=(4, vocab)).round(2) * 2, (4, 1)).astype(np.float32)
     which = np.repeat(np.arange(4), 4)
 
-    def guess(samples, row, by_count, lowest, vocab):
+    def guess(samples, row, by_count, bracket):
         """min_p names the guess."""
         low, high = (sum(jnp.where(row.min_p == jnp.float32(2.0**-(90 + i)), gap[end], 0.0) for i, gap in enumerate(gaps))
                      for end in range(2))
         return low, high
 
     monkeypatch.setattr(triton_prefix, "undecided_span", guess)
-    monkeypatch.setattr(triton_rows, "PROGRAMS", 7)
     options = Options(1.0, np.tile([0, 0, 3000, 9000], 4), np.tile([0.9, 0.2, 1.0, 1.0], 4), 2.0**-(90.0 + which))
     got, twin, is_kept, words = ask(logits, options)
     assert_right(logits, options, got, twin, is_kept, words)
+
+
+def test_sets_larger_than_the_leading_groups():
+    """Kept sets in more groups than are listed at first, by some and by thousands of tokens: ties over the bound of those and
+    at the end, top_p after top_k, min_p beside top_p, bias and mask by row."""
+    vocab = 16 * 1500 - 7
+    rng = np.random.default_rng(11)
+    x = rng.normal(size=vocab) * 3
+    rows = [
+        (x, 600, 1.0, 0.0), (x, 0, 0.8, 0.0), (x, 5000, 0.999, 0.0), (x, 20_000, 0.9999, 0.0), (x, 0, 0.97, 1e-4),
+        (x.round(1), 900, 1.0, 0.0), (x.round(1), 2500, 0.98, 0.0), (x / 3, 0, 0.9, 0.0), (x / 3, 0, 0.5, 0.01),
+        (x / 3, vocab - 1, 1.0, 0.0), (x, 0, 1 - 1e-6, 0.0), (np.minimum(x, 5.0), 900, 0.9, 0.0),
+        (np.where(x > 4.0, 4.0, x), 4000, 1.0, 0.0), (x / 3, 0, 1.0, 0.02),
+    ]
+    logits, k, p, m = (np.stack(a) for a in zip(*rows, strict=True))
+    bias = np.zeros_like(logits)
+    bias[::2] = rng.integers(-2, 3, vocab) / 4
+    mask = rng.random(logits.shape) < np.where(np.arange(len(rows)) % 3 == 0, 0.8, 1.1)[:, None]
+    filters = Options(1.0, k, p, m)
+    got, twin, is_kept, words = ask(logits, filters, dense={"bias": np.float32(bias), "mask": mask})
+    in_groups = np.pad(is_kept, ((0, 0), (0, -vocab % 16))).reshape(len(rows), -1, 16).any(2).sum(1)
+    assert np.all(in_groups > triton_shapes.LISTED), in_groups
+    assert_right(np.float32(logits), filters._replace(logit_bias=bias, mask=mask), got, twin, is_kept, words)
+
+
+@pytest.mark.slow
+def test_ends_that_take_the_whole_row():
+    """More ties at the end than are written down or ranked, and more tokens than may lie in the span."""
+    vocab = 16 * 1000
+    rng = np.random.default_rng(12)
+    flat, x = np.zeros(vocab), rng.normal(size=vocab)
+    few = rng.permutation(np.where(np.arange(vocab) < 3000, 1.0, -x * x))
+    rows = [(flat, 0, 0.9, 0.0), (flat, 7000, 0.5, 0.0), (flat, vocab - 1, 1.0, 0.0), (few, 2000, 1.0, 0.0), (few, 0, 0.3, 0.0),
+            (x.round(), 9000, 0.9, 0.0), (x.round() * 2, 0, 0.99, 1e-3), (np.where(x > 1, -np.inf, flat), 6000, 0.9, 0.0)]
+    logits, k, p, m = (np.stack(a) for a in zip(*rows, strict=True))
+    got, twin, is_kept, words = ask(logits, Options(1.0, k, p, m))
+    assert np.all(np.asarray(is_kept).sum(1) > 16 * triton_shapes.LISTED / 3)
+    assert_right(np.float32(logits), Options(1.0, k, p, m), got, twin, is_kept, words)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: d[0])

@@ -86,7 +86,7 @@ def write_down(at: Further, number, low, high, end, weigh) -> Written:
 
     Every place in a block has memory of its own for what it finds, so that no thread waits for another until the end.
     """
-    shape, row, slots = at.shape, at.row, at.memory.slots
+    shape, row, slots, in_span = at.shape, at.row, at.memory.slots, at.memory.in_span
     size = shape.streamed
     width = slots.shape[1] // size
     slot = lax.broadcasted_iota(jnp.int32, (size,), 0)
@@ -104,17 +104,23 @@ def write_down(at: Further, number, low, high, end, weigh) -> Written:
     above, counts = at.tokens(number).fold(look, start)
     barrier(shape)
     first, total = prefix.cumsum(counts) - counts, prefix.number(counts)
-    place = lax.broadcasted_iota(jnp.int32, (size, width), 1)
-    is_there = place < counts[:, None]
-    found = jnp.where(is_there, shape.plt.load(slots.at[row, jnp.where(is_there, width * slot[:, None] + place, 0)]), 0)
-    barrier(shape)
-    scatter(shape, slots, row, first[:, None] + place, found, is_there & (first[:, None] + place < shape.in_span))
+
+    def close_up(i, _):
+        """Some of each place."""
+        place = jnp.asarray(i, jnp.int32) * noise.GROUP + lax.broadcasted_iota(jnp.int32, (size, noise.GROUP), 1)
+        is_there = (place < counts[:, None]) & (place < width)
+        found = shape.plt.load(slots.at[row, jnp.where(is_there, width * slot[:, None] + place, 0)])
+        place += first[:, None]
+        scatter(shape, in_span, row, place, found, is_there & (place < shape.in_span))
+
+    most = jnp.max(counts)
+    lax.fori_loop(0, lax.div(most + (noise.GROUP - 1), jnp.int32(noise.GROUP)), close_up, None)
     barrier(shape)
     place = lax.broadcasted_iota(jnp.int32, (shape.in_span // noise.GROUP, noise.GROUP), 0) * noise.GROUP
     place += lax.broadcasted_iota(jnp.int32, place.shape, 1)
-    ids = listed_ids(shape, slots, row, place, total)
+    ids = listed_ids(shape, in_span, row, place, total)
     x = tokens_at(shape, at.refs, row, ids, place < total)[1]
-    is_all = (jnp.max(counts) <= width) & (total <= shape.in_span)
+    is_all = (most <= width) & (total <= shape.in_span)
     return Written(x, ids, is_all, jnp.sum(jnp.sum(above, axis=1)))
 
 

@@ -1,6 +1,7 @@
 """The kernel of `triton_filtered` that draws: what it does where the kept set lies in the groups with the largest logits."""
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -53,9 +54,9 @@ def is_leading(shape: Shape, own: Row, group_top):
     return [is_over(x, low) for x in group_top], low, low == prefix.LEAST_FINITE, number
 
 
-def end_of(shape: Shape, refs, ref, row, own: Row, x, ids, least, is_whole) -> Found:
-    """The end of the prefix, if it lies among the largest few hundred of tokens `[groups, 16]` from `least` on: these are all
-    there are, and those below too where it `is_whole`."""
+def end_of(shape: Shape, refs, ref, row, own: Row, x, ids, least, is_whole) -> tuple[Found, Any]:
+    """(the end of the prefix, if it lies among the largest few hundred of tokens `[groups, 16]` from `least` on, which are all
+    there are, and those below too where it `is_whole`; the logit from which on it was looked for)."""
     wanted = jnp.int32(RANKED * 3 // 8)
     if own.top_k is not None:
         wanted = jnp.maximum(jnp.minimum(own.top_k, RANKED - RANKED // 8), wanted)
@@ -64,7 +65,7 @@ def end_of(shape: Shape, refs, ref, row, own: Row, x, ids, least, is_whole) -> F
     from_, number = bound_of(over, ends, least, wanted, RANKED)
     write_down(shape, ref, row, ids, x >= from_)
     ranked = rank(shape, refs, ref, row, own, number)
-    return end_among(ranked, own, is_whole & (from_ == prefix.LEAST_FINITE), shape.vocab)
+    return end_among(ranked, own, is_whole & (from_ == prefix.LEAST_FINITE), shape.vocab), from_
 
 
 def settle(*refs, shape: Shape, trees):
@@ -98,10 +99,10 @@ def settle(*refs, shape: Shape, trees):
     if own.top_p is not None:
         own = own._replace(top_p=jnp.where(is_p, own.top_p, 1.0))
     if shape.has_prefix:
-        found = end_of(shape, refs, memory.few, row, own, x, ids, least, is_whole)
+        found, from_ = end_of(shape, refs, memory.few, row, own, x, ids, least, is_whole)
         is_drawn = ~has_law | found.is_found | (is_whole & ~(is_k | is_p))  # the tokens listed have all that are kept
         if own.min_p is not None:  # it ends before the others do
-            is_drawn |= ~prefix.is_above(least, own) & ~(is_k & is_p)
+            is_drawn |= ~prefix.is_above(from_, own) & ~(is_k & is_p)
         end = found.end
     else:
         is_drawn, end = ~has_law | (num_listed <= shape.listed), prefix.no_end(shape.vocab)

@@ -93,9 +93,10 @@ class Inputs(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Of the program of a row, int32 `[rows, n]`: groups that it lists; tokens by their place in a block, None where nothing is
-    searched; and a few tokens."""
+    """Of the program of a row, int32 `[rows, n]`: groups that it lists; tokens in a span, by their place in a block and then
+    without gaps, None where nothing is searched; and a few tokens."""
 
     groups: Any
     slots: Any
+    in_span: Any
     few: Any

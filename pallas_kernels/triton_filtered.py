@@ -101,8 +101,8 @@ def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, mgpu=Non
     else:
         summary = Summary(made.top, made.total, made.top if with_log_probs else None, made.model_total, made.group_top,
                           made.sample if shape.has_prefix else None)
-    slots, in_span = (of(i32, n) if shape.has_prefix else None for n in (shape.slots, shape.in_span))
-    memory = Memory(of(i32, shape.num_groups), slots, in_span, of(i32, 4 * RANKED))
+    bits, in_span = (of(i32, n) if shape.has_prefix else None for n in (shape.num_groups, shape.in_span))
+    memory = Memory(of(i32, shape.num_groups), bits, in_span, of(i32, 4 * RANKED))
     token = Draw(number, row, row, row, row)
     end, out, _ = launch(settle, rows, WARPS, (inputs, summary), (Kept(number, number), token, memory))
     return out, end

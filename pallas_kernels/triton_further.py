@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import kept, noise
+from pallas_kernels import kept, noise, race
 from pallas_kernels import triton_prefix as prefix
 from pallas_kernels import triton_ranks as ranks
 from pallas_kernels.kept import Kept, Mass
 from pallas_kernels.triton_filter_search import Span, end_in_span
+from pallas_kernels.triton_kept import kept_of
 from pallas_kernels.triton_prefix import Bracket, Row, Tokens
 from pallas_kernels.triton_ranks import ROUNDS
 from pallas_kernels.triton_rows import (
@@ -25,10 +26,13 @@ from pallas_kernels.triton_rows import (
     list_down,
     listed_ids,
     scatter,
+    spread_iota,
     spread_load,
     tokens_at,
 )
 from pallas_kernels.triton_shapes import RANKED, Inputs, Memory, Shape, Summary
+
+ROUNDING = 1e-3  # more than what float32 loses of a score; groups where weights vanish are too light to win
 
 
 class Leading(NamedTuple):
@@ -72,6 +76,30 @@ class Further(NamedTuple):
         return Tokens(fold, self.shape.streamed)
 
 
+class Contenders(NamedTuple):
+    """Of each place in a block `[n]`: of the groups that it has seen, the largest score without the tokens in the span, the
+    largest with them, of which group, and the second largest; and the weight of what is kept for certain. Scores are
+    `mass / -log(u)`, which is cheap; rounding is allowed for at the end."""
+
+    lower: Any
+    upper: Any
+    first_id: Any
+    second: Any
+    total: Any
+
+
+class Ended(NamedTuple):
+    """The end of a prefix, and how many groups are listed, which are all that have kept tokens. Where `has_winner`, one of the
+    groups `[n]` that may win does, and the weight of all that is kept is `total`."""
+
+    end: Kept
+    number: Any
+    has_winner: Any
+    first_id: Any
+    may_win: Any
+    total: Any
+
+
 class Written(NamedTuple):
     """Tokens that lie in a span, `[n, 16]`, the rest -inf; whether these are all; and what lies above, float32."""
 
@@ -81,47 +109,65 @@ class Written(NamedTuple):
     above: Any
 
 
-def write_down(at: Further, number, low, high, end, weigh) -> Written:
-    """Reads the listed groups once: the tokens in [low, high), and what those in [high, end) weigh.
+def nobody(size: int) -> Contenders:
+    """Of no group."""
+    none = jnp.zeros((size,), jnp.float32)
+    return Contenders(none, none, jnp.zeros((size,), jnp.int32), none, none)
 
-    Every place in a block has memory of its own for what it finds, so that no thread waits for another until the end.
+
+def read_once(at: Further, number, low, high, end, weigh) -> tuple[Written, Contenders]:
+    """Reads the listed groups: the tokens in [low, high), what those in [high, end) weigh, and what their groups score.
+
+    A word for each group says which of its tokens are in the span; all are written down afterwards.
     """
-    shape, row, slots, in_span = at.shape, at.row, at.memory.slots, at.memory.in_span
+    shape, row, own, ref = at.shape, at.row, at.own, at.memory.bits
     size = shape.streamed
-    width = slots.shape[1] // size
+    bit = jnp.int32(1) << lax.broadcasted_iota(jnp.int32, (1, noise.GROUP), 1)
     slot = lax.broadcasted_iota(jnp.int32, (size,), 0)
+    of_groups = lambda where, what: jnp.sum(jnp.where(where, what, 0), axis=1, dtype=what.dtype)  # noqa: E731
 
     def look(carry, x, ids):
-        above, counts = carry
-        is_in = (x >= low) & (x < high)
-        in_group = is_in.astype(jnp.int32)
-        place = counts[:, None] + prefix.cumsum(in_group) - 1
-        scatter(shape, slots, row, width * slot[:, None] + place, ids, is_in & (place < width))
-        above += jnp.where((x >= high) & (x < end), weigh(x), 0.0)
-        return above, counts + jnp.sum(in_group, axis=1, dtype=jnp.int32)
+        above, best, block = carry
+        place, weights = block * size + slot, prefix.weight_of(x, own)
+        is_in, is_over = (x >= low) & (x < high), x >= high
+        scatter(shape, ref, row, place, of_groups(is_in, bit), place < number)
+        sure = of_groups(is_over if own.min_p is None else is_over & prefix.is_above(x, own), weights)
+        with_span = sure + of_groups(is_in, weights)
+        first = jnp.min(ids, axis=1)
+        speed = jnp.where(own.t > 0.0, 1.0 / race.group_noise(own.keys, 0, first, noise.exponential), 1.0)
+        lower, upper = (speed * jnp.where(own.t > 0.0, a, jnp.minimum(a, 1.0)) for a in (sure, with_span))
+        is_best = upper > best.upper
+        best = Contenders(
+            jnp.maximum(best.lower, lower), jnp.maximum(best.upper, upper), jnp.where(is_best, first, best.first_id),
+            jnp.maximum(best.second, jnp.minimum(best.upper, upper)), best.total + sure)
+        return above + of_groups(is_over & (x < end), weigh(x)), best, block + 1
 
-    start = jnp.zeros((size, noise.GROUP), jnp.float32), jnp.zeros((size,), jnp.int32)
-    above, counts = at.tokens(number).fold(look, start)
+    start = jnp.zeros((size,), jnp.float32), nobody(size), jnp.int32(0)
+    above, best, _ = at.tokens(number).fold(look, start)
     barrier(shape)
-    first, total = prefix.cumsum(counts) - counts, prefix.number(counts)
+    place = spread_iota(shape.num_groups)
+    bits, groups = (spread_load(shape, x, row, shape.num_groups, 0) for x in (ref, at.memory.groups))
+    bits = [jnp.where(a < number, x, 0) for a, x in zip(place, bits, strict=True)]
+    places, total = prefix.places_in_lanes([lax.population_count(x) for x in bits])
 
-    def close_up(i, _):
-        """Some of each place."""
-        place = jnp.asarray(i, jnp.int32) * noise.GROUP + lax.broadcasted_iota(jnp.int32, (size, noise.GROUP), 1)
-        is_there = (place < counts[:, None]) & (place < width)
-        found = shape.plt.load(slots.at[row, jnp.where(is_there, width * slot[:, None] + place, 0)])
-        place += first[:, None]
-        scatter(shape, in_span, row, place, found, is_there & (place < shape.in_span))
+    def write_down(state):
+        """One token of each group that has any left."""
+        left = []
+        for first, bits, place in zip(groups, *state, strict=True):
+            lowest = bits & -bits
+            ids = noise.GROUP * first + lax.population_count(lowest - 1)
+            scatter(shape, at.memory.in_span, row, place, ids, (bits != 0) & (place < shape.in_span))
+            left.append((bits ^ lowest, place + 1))
+        return tuple(map(list, zip(*left, strict=True)))
 
-    most = jnp.max(counts)
-    lax.fori_loop(0, lax.div(most + (noise.GROUP - 1), jnp.int32(noise.GROUP)), close_up, None)
+    is_any = lambda state: jnp.max(prefix.in_lanes(jnp.max, jnp.maximum, state[0])) > 0  # noqa: E731
+    lax.while_loop(is_any, write_down, (bits, places))
     barrier(shape)
     place = lax.broadcasted_iota(jnp.int32, (shape.in_span // noise.GROUP, noise.GROUP), 0) * noise.GROUP
     place += lax.broadcasted_iota(jnp.int32, place.shape, 1)
-    ids = listed_ids(shape, in_span, row, place, total)
+    ids = listed_ids(shape, at.memory.in_span, row, place, total)
     x = tokens_at(shape, at.refs, row, ids, place < total)[1]
-    is_all = (most <= width) & (total <= shape.in_span)
-    return Written(x, ids, is_all, jnp.sum(jnp.sum(above, axis=1)))
+    return Written(x, ids, total <= shape.in_span, jnp.sum(above)), best
 
 
 def narrowed(x, mass: Mass, target: Mass, high, above: Mass):
@@ -143,8 +189,8 @@ def narrowed(x, mass: Mass, target: Mass, high, above: Mass):
 
 
 def end_by(at: Further, by_count, target: Mass, base, of_k: Kept):
-    """(key, id, how many groups are listed, which are all that have kept tokens): the end of the shortest prefix whose count or
-    mass is at least `target`, of what `of_k` keeps, which measures `base`, float32."""
+    """The end of the shortest prefix whose count or mass is at least `target`, of what `of_k` keeps, which measures `base`,
+    float32: the leaves of an `Ended`."""
     shape, own, leading = at.shape, at.own, at.leading
 
     def measure(x, ids):
@@ -186,7 +232,7 @@ def end_by(at: Further, by_count, target: Mass, base, of_k: Kept):
         high = jnp.maximum(high, jnp.minimum(of_k.key + 1, stop))  # what is above is kept
     low = jnp.minimum(jnp.maximum(kept.ordered_keys(low), start), high - 1)
     number = at.list_from(kept.logits_of(low))
-    written = write_down(at, number, *map(kept.logits_of, (low, high, stop)), weigh)
+    written, best = read_once(at, number, *map(kept.logits_of, (low, high, stop)), weigh)
     above = kept.plus(above, in_units(written.above))
     inside = measure(written.x, written.ids)
     is_found = kept.at_least(kept.plus(above, kept.carried(*prefix.total_of(inside, written.x > -jnp.inf))), target)
@@ -194,10 +240,15 @@ def end_by(at: Further, by_count, target: Mass, base, of_k: Kept):
     low, high, *above, left = narrowed(written.x, inside, target, kept.logits_of(high), above)
     is_few = is_found & (left <= RANKED)
 
+    def among_k(key, id):
+        return Kept(key, jnp.where(key == of_k.key, jnp.minimum(id, of_k.id), id))  # more may be tied than top_k left
+
     def in_span():
         ref = at.memory.few
         ranks.write_down(shape, ref, at.row, written.ids, (written.x >= low) & (written.x < high))
-        return *ranks.end_below(ranks.rank(shape, at.refs, ref, at.row, own, left), by_count, Mass(*above), target), number
+        end = among_k(*ranks.end_below(ranks.rank(shape, at.refs, ref, at.row, own, left), by_count, Mass(*above), target))
+        weights = jnp.where(kept_of(written.x, written.ids, own, end), prefix.weight_of(written.x, own), 0.0)
+        return end, number, jnp.sum(jnp.sum(weights, axis=1))
 
     def in_all():
         lowest = kept.ordered_keys(jnp.float32(prefix.LEAST_FINITE))
@@ -206,38 +257,40 @@ def end_by(at: Further, by_count, target: Mass, base, of_k: Kept):
         there = prefix.add_up(tokens, measure, lambda x, ids: x > -jnp.inf)
         near = Span(kept.ordered_keys(low), kept.ordered_keys(high), Mass(*above))  # many tie
         span = kept.either(is_found, near, Span(lowest, top, prefix.nothing()))
-        return *end_in_span(tokens, measure, prefix.least_of(target, there), span, shape.vocab), number
+        end = among_k(*end_in_span(tokens, measure, prefix.least_of(target, there), span, shape.vocab))
+        return end, number, jnp.float32(0.0)
 
-    return prefix.branch(is_few, in_span, in_all)
+    end, number, in_end = prefix.branch(is_few, in_span, in_all)
+    limit = (1.0 - ROUNDING) * jnp.max(best.lower)
+    has_winner = is_few & (jnp.max(best.second) < limit)  # no place has seen two that may win
+    return Ended(end, number, has_winner, best.first_id, best.upper >= limit, in_end + jnp.sum(best.total))
 
 
 def further_end(at: Further):
-    """(end of the prefix that top_k, then top_p keep; how many groups are listed, which are all that have kept tokens)."""
+    """Of the prefix that top_k, then top_p keep."""
     shape, own = at.shape, at.own
     is_k, is_p = prefix.is_on(own, shape.vocab)
 
-    def by_filter(i, key, id, listed):
-        by_count, of_k = i == 0, Kept(key, id)
+    def by_filter(i, before: Ended):
+        by_count, of_k = i == 0, before.end
         if own.top_p is None:
             return end_by(at, by_count, prefix.counted(own.top_k), jnp.float32(shape.vocab), of_k)
         base, total = prefix.everything(own), own.total
         if own.top_k is not None:
             def of_prefix():
                 is_in = lambda x, ids: kept.is_kept(kept.ordered_keys(x), ids, of_k)  # noqa: E731
-                return tuple(prefix.add_up(at.tokens(listed), prefix.masses(own), is_in))
+                return tuple(prefix.add_up(at.tokens(before.number), prefix.masses(own), is_in))
 
             base = Mass(*prefix.branch(is_k & ~by_count, of_prefix, lambda: tuple(base)))
             total = jnp.where(by_count, jnp.float32(shape.vocab), total)
         target = kept.share(base, own.top_p)
         if own.top_k is not None:
             target = kept.either(by_count, prefix.counted(own.top_k), target)
-        key, id, number = end_by(at, by_count, target, total, of_k)
-        if own.top_k is not None:
-            id = jnp.where(key == of_k.key, jnp.minimum(id, of_k.id), id)  # more may be tied than top_k left
-        return key, id, number
+        return end_by(at, by_count, target, total, of_k)
 
-    last = is_p.astype(jnp.int32)
-    none = (~is_k).astype(jnp.int32), *prefix.no_end(shape.vocab), jnp.int32(0)
-    _, *end, number = lax.while_loop(lambda state: state[0] <= last, lambda state: (state[0] + 1, *by_filter(*state)), none)
-    number = prefix.branch(is_k | is_p, lambda: number, lambda: at.list_from(prefix.LEAST_FINITE))
-    return Kept(*end), number
+    last, nobody = is_p.astype(jnp.int32), jnp.zeros((shape.streamed,), jnp.int32)
+    none = Ended(prefix.no_end(shape.vocab), jnp.int32(0), is_k & ~is_k, nobody, nobody < 0, jnp.float32(0.0))
+    _, ended = lax.while_loop(lambda state: state[0] <= last, lambda state: (state[0] + 1, by_filter(*state)),
+                              ((~is_k).astype(jnp.int32), none))
+    number = prefix.branch(is_k | is_p, lambda: ended.number, lambda: at.list_from(prefix.LEAST_FINITE))
+    return ended._replace(number=number)

@@ -139,15 +139,17 @@ def fold_listed(shape: Shape, refs: Inputs, ref, row, number, f, init):
     size = shape.streamed
     place = lax.broadcasted_iota(jnp.int32, (size,), 0)
 
+    def fetch(start, groups):
+        """(groups of the block behind that from `start` on, so that its tokens need not wait for them; its ids and logits)"""
+        ids, _, x = tokens_of(shape, refs, row, groups, start + place < number)
+        return listed_ids(shape, ref, row, start + size + place, number), ids, x
+
     def one(block, carry):
-        groups, carry = carry
-        places = jnp.asarray(block, jnp.int32) * size + place
-        ids, _, x = tokens_of(shape, refs, row, groups, places < number)
-        # The groups of the next block, so that its tokens need not wait for them.
-        return listed_ids(shape, ref, row, places + size, number), f(carry, x, ids)
+        (groups, ids, x), carry = carry
+        return fetch((jnp.asarray(block, jnp.int32) + 1) * size, groups), f(carry, x, ids)
 
     blocks = lax.div(number + (size - 1), jnp.int32(size))
-    return lax.fori_loop(0, blocks, one, (listed_ids(shape, ref, row, place, number), init))[1]
+    return lax.fori_loop(0, blocks, one, (fetch(0, listed_ids(shape, ref, row, place, number)), init))[1]
 
 
 def barrier(shape: Shape):

@@ -111,12 +111,20 @@ def settle(*refs, shape: Shape, trees):
         return end, best_of(scored(own, end, jnp.max(x, axis=1), ids, x, noise.GROUP * groups))
 
     def further():
-        if shape.has_prefix:
-            last, number = further_end(Further(shape, refs, given, memory, row, own, leading_of(own, x, ids, least)))
-        else:
+        if not shape.has_prefix:
             number = list_down(shape, memory.groups, row, listed, shape.num_groups, prefix.places_in_order)
-            last = end
-        return last, race_listed(shape, refs, own, last, memory.groups, row, number)
+            return end, race_listed(shape, refs, own, end, memory.groups, row, number)
+        ended = further_end(Further(shape, refs, given, memory, row, own, leading_of(own, x, ids, least)))
+
+        def of_contenders():
+            ids, _, x = tokens_of(shape, refs, row, lax.div(ended.first_id, jnp.int32(noise.GROUP)), ended.may_win)
+            raced = best_of(scored(own, ended.end, jnp.max(x, axis=1), ids, x, ended.first_id))
+            return raced._replace(total=ended.total)
+
+        def of_all():
+            return race_listed(shape, refs, own, ended.end, memory.groups, row, ended.number)
+
+        return ended.end, prefix.branch(ended.has_winner, of_contenders, of_all)
 
     last, raced = prefix.branch(is_drawn, here, further)
     put(shape, (out, draw), row, (last, in_winner(shape, refs, own, last, given, raced, row)))

@@ -11,7 +11,6 @@ LISTED = 256  # leading groups, whose tokens a program holds in registers; it li
 RANKED = 256  # tokens each of which is compared with each
 STREAMED = 256  # groups that a program reads at a time where it reads many
 IN_SPAN = 8192  # tokens of a row that may lie where its prefix is likely to end
-SLOTS = 2 * IN_SPAN  # as many in all places of a block, each of which has its own memory for them
 WARPS = 8  # of the program of a row
 LANES = 32 * WARPS
 
@@ -45,10 +44,6 @@ class Shape(NamedTuple):
     @property
     def in_span(self) -> int:
         return min(IN_SPAN, pl.next_power_of_2(noise.GROUP * self.num_groups))
-
-    @property
-    def slots(self) -> int:
-        return min(SLOTS, pl.next_power_of_2(noise.GROUP * self.num_groups))
 
     @property
     def block(self) -> int:
@@ -93,10 +88,10 @@ class Inputs(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Of the program of a row, int32 `[rows, n]`: groups that it lists; tokens in a span, by their place in a block and then
-    without gaps, None where nothing is searched; and a few tokens."""
+    """Of the program of a row, int32 `[rows, n]`: groups that it lists; which of their tokens lie in a span, and these tokens,
+    None where nothing is searched; and a few tokens."""
 
     groups: Any
-    slots: Any
+    bits: Any
     in_span: Any
     few: Any

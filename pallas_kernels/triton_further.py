@@ -6,7 +6,6 @@ what lies above the span and writes down the few tokens in it, among which the e
 sums tell, it is searched among all tokens. A filter at a time, top_k before top_p.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -68,7 +67,10 @@ class Further(NamedTuple):
 
     def tokens(self, number) -> Tokens:
         """Of the groups that are listed."""
-        fold = functools.partial(fold_listed, self.shape, self.refs, self.memory.groups, self.row, number)
+        def fold(f, init):
+            without = lambda carry, x, ids, _: f(carry, x, ids)  # noqa: E731
+            return fold_listed(self.shape, self.refs, self.memory.groups, self.row, number, without, init)
+
         return Tokens(fold, self.shape.streamed)
 
 

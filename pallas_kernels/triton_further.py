@@ -6,7 +6,6 @@ what lies above the span and writes down the few tokens in it, among which the e
 sums tell, it is searched among all tokens. A filter at a time, top_k before top_p.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -72,7 +71,10 @@ class Further(NamedTuple):
 
     def tokens(self, number) -> Tokens:
         """Of the groups that are listed."""
-        fold = functools.partial(fold_listed, self.shape, self.refs, self.memory.groups, self.row, number)
+        def fold(f, init):
+            without = lambda carry, x, ids, _: f(carry, x, ids)  # noqa: E731
+            return fold_listed(self.shape, self.refs, self.memory.groups, self.row, number, without, init)
+
         return Tokens(fold, self.shape.streamed)
 
 
@@ -126,14 +128,15 @@ def read_once(at: Further, number, low, high, end, weigh) -> tuple[Written, Cont
     slot = lax.broadcasted_iota(jnp.int32, (size,), 0)
     of_groups = lambda where, what: jnp.sum(jnp.where(where, what, 0), axis=1, dtype=what.dtype)  # noqa: E731
 
-    def look(carry, x, ids):
+    def look(carry, x, ids, groups):
+        del ids
         above, best, block = carry
         place, weights = block * size + slot, prefix.weight_of(x, own)
         is_in, is_over = (x >= low) & (x < high), x >= high
         scatter(shape, ref, row, place, of_groups(is_in, bit), place < number)
         sure = of_groups(is_over if own.min_p is None else is_over & prefix.is_above(x, own), weights)
         with_span = sure + of_groups(is_in, weights)
-        first = jnp.min(ids, axis=1)
+        first = noise.GROUP * groups  # from a load: each thread makes its own noise
         speed = jnp.where(own.t > 0.0, 1.0 / race.group_noise(own.keys, 0, first, noise.exponential), 1.0)
         lower, upper = (speed * jnp.where(own.t > 0.0, a, jnp.minimum(a, 1.0)) for a in (sure, with_span))
         is_best = upper > best.upper
@@ -143,7 +146,7 @@ def read_once(at: Further, number, low, high, end, weigh) -> tuple[Written, Cont
         return above + of_groups(is_over & (x < end), weigh(x)), best, block + 1
 
     start = jnp.zeros((size,), jnp.float32), nobody(size), jnp.int32(0)
-    above, best, _ = at.tokens(number).fold(look, start)
+    above, best, _ = fold_listed(shape, at.refs, at.memory.groups, row, number, look, start)
     barrier(shape)
     place = spread_iota(shape.num_groups)
     bits, groups = (spread_load(shape, x, row, shape.num_groups, 0) for x in (ref, at.memory.groups))

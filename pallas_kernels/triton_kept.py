@@ -54,8 +54,8 @@ def race_listed(shape: Shape, refs, own: Row, end: Kept, ref, row, number) -> Ra
     """The race of the groups that are listed, in order. Every place in a block has a race of its own, until the end."""
     size = shape.streamed
 
-    def look(best: Raced, x, ids):
-        new = scored(own, end, jnp.max(x, axis=1), ids, x, jnp.min(ids, axis=1))
+    def look(best: Raced, x, ids, groups):  # groups from a load: each thread makes its own noise
+        new = scored(own, end, jnp.max(x, axis=1), ids, x, noise.GROUP * groups)
         better = (new.high > best.high) | ((new.high == best.high) & (new.low > best.low))  # of equals, the first
         return Raced(*(jnp.where(better, a, b) for a, b in zip(new[:3], best[:3], strict=True)), best.total + new.total)
 

@@ -38,13 +38,19 @@ def tokens_at(shape: Shape, refs: Inputs, row, ids, exists):
     return processed_logits(model, Elementwise(), exists), processed_logits(model, own, exists)
 
 
-def tokens_of(shape: Shape, refs: Inputs, row, groups, is_there):
-    """(ids, model logits, processed logits) of groups `[n]` of the vocabulary, each `[n, 16]`; -inf where not `is_there`."""
+def ids_of(shape: Shape, groups, is_there):
+    """(ids, whether they exist) of groups `[n]`, each `[n, 16]`; the ids are all in the vocabulary."""
     ids = noise.GROUP * groups[:, None] + lax.broadcasted_iota(jnp.int32, (1, noise.GROUP), 1)
     exists = jnp.broadcast_to(is_there[:, None], ids.shape)
     if shape.vocab % noise.GROUP:
         exists &= ids < shape.vocab
         ids = jnp.minimum(ids, shape.vocab - 1)
+    return ids, exists
+
+
+def tokens_of(shape: Shape, refs: Inputs, row, groups, is_there):
+    """(ids, model logits, processed logits) of groups `[n]` of the vocabulary, each `[n, 16]`; -inf where not `is_there`."""
+    ids, exists = ids_of(shape, groups, is_there)
     return ids, *tokens_at(shape, refs, row, ids, exists)
 
 
@@ -135,21 +141,24 @@ def list_down(shape: Shape, ref, row, is_listed, most: int, places_of):
 
 
 def fold_listed(shape: Shape, refs: Inputs, ref, row, number, f, init):
-    """`carry = f(carry, logits, ids)` over blocks `[groups, 16]` of the groups that are listed, as many as `number`."""
+    """`carry = f(carry, logits, ids, groups)` over blocks `[groups, 16]` of the groups that are listed, as many as `number`.
+
+    The tokens of the next block are on their way meanwhile, and which groups the one after it has.
+    """
     size = shape.streamed
     place = lax.broadcasted_iota(jnp.int32, (size,), 0)
+    groups_at = lambda places: listed_ids(shape, ref, row, places, number)  # noqa: E731
+    logits_at = lambda places, groups: tokens_of(shape, refs, row, groups, places < number)[2]  # noqa: E731
 
-    def fetch(start, groups):
-        """(groups of the block behind that from `start` on, so that its tokens need not wait for them; its ids and logits)"""
-        ids, _, x = tokens_of(shape, refs, row, groups, start + place < number)
-        return listed_ids(shape, ref, row, start + size + place, number), ids, x
+    def one(block, state):
+        groups, x, next_groups, carry = state
+        places = (jnp.asarray(block, jnp.int32) + 1) * size + place
+        next_x, after_next = logits_at(places, next_groups), groups_at(places + size)
+        return next_groups, next_x, after_next, f(carry, x, ids_of(shape, groups, place < number)[0], groups)
 
-    def one(block, carry):
-        (groups, ids, x), carry = carry
-        return fetch((jnp.asarray(block, jnp.int32) + 1) * size, groups), f(carry, x, ids)
-
-    blocks = lax.div(number + (size - 1), jnp.int32(size))
-    return lax.fori_loop(0, blocks, one, (fetch(0, listed_ids(shape, ref, row, place, number)), init))[1]
+    groups = groups_at(place)
+    start = groups, logits_at(place, groups), groups_at(place + size), init
+    return lax.fori_loop(0, lax.div(number + (size - 1), jnp.int32(size)), one, start)[3]
 
 
 def barrier(shape: Shape):

@@ -9,7 +9,7 @@ from pallas_kernels import noise
 BLOCK = 128  # groups of a program that only adds up
 LISTED = 256  # leading groups, whose tokens a program holds in registers; it lists at least 3/8 as many, if there are
 RANKED = 256  # tokens each of which is compared with each
-STREAMED = 256  # groups that a program reads at a time where it reads many
+STREAMED = 512  # groups that a program reads at a time where it reads many
 IN_SPAN = 8192  # tokens of a row that may lie where its prefix is likely to end
 WARPS = 8  # of the program of a row
 LANES = 32 * WARPS

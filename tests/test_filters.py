@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 
 import gumbeljax
-from pallas_kernels import kept as search
+from pallas_kernels.kept import Filters, ordered_keys
+from pallas_kernels.kept_set import LEADING, kept_set
+from pallas_kernels.whole_rows import UNDECIDED
 from tests import filter_oracle as oracle
 from tests import heads, knobs, oracles, statistics
 from tests.filter_oracle import Options
@@ -38,7 +40,7 @@ def test_every_answer_of_small_vocabularies(case):
 @knobs.checked(max_examples=20)
 @given(knobs.filter_cases([2100]))
 def test_every_answer_where_candidates_are_searched_first(case):
-    assert case.logits.shape[1] > oracles.GROUP * search.LEADING
+    assert case.logits.shape[1] > oracles.GROUP * LEADING
     knobs.assert_answers(case, *ask(case))
 
 
@@ -132,14 +134,14 @@ def test_every_path_finds_the_same_set(vocab):
 def test_whole_rows_and_leading_groups_give_one_set(on, platform, monkeypatch):
     """A CPU's way to search for top_p alone and that of others, and what is searched where the leading groups do not do."""
     names, logits, options = tier_case(5000)
-    assert logits.shape[1] > oracles.GROUP * max(search.LEADING, search.UNDECIDED)
+    assert logits.shape[1] > oracles.GROUP * max(LEADING, UNDECIDED)
     options = Options(options.temperature, **{name: getattr(options, name) for name in on.split("+")})
     given = knobs.filters_of(options, len(names))
-    t, filters = given["temperature"], search.Filters(**{name: given[name] for name in on.split("+")})
-    monkeypatch.setattr(search.lax, "platform_dependent", lambda **ways: ways[platform]())
-    whole = np.asarray(jax.jit(search.kept_set)(jnp.asarray(logits.T), t, filters)).T
+    t, filters = given["temperature"], Filters(**{name: given[name] for name in on.split("+")})
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda **ways: ways[platform]())
+    whole = np.asarray(jax.jit(kept_set)(jnp.asarray(logits.T), t, filters)).T
     knobs.assert_kept(whole, logits.astype(np.float64), options)
-    alone = jax.jit(lambda *row: search.kept_set(*row))
+    alone = jax.jit(lambda *row: kept_set(*row))
     for i in range(len(names)):
         row = jnp.asarray(logits[i : i + 1].T), t[i : i + 1], jax.tree.map(lambda a, i=i: a[i : i + 1], filters)
         np.testing.assert_array_equal(np.asarray(alone(*row))[:, 0], whole[i], names[i])
@@ -195,9 +197,9 @@ def test_batch_size_slot_and_vmap_change_nothing():
 
 def test_keys_are_in_the_order_of_the_logits():
     x = np.array([-np.inf, -3e38, -1.0, -1e-30, -0.0, 0.0, 1e-30, 1.0, 3e38, np.inf], np.float32)
-    keys = np.asarray(search.ordered_keys(x))
+    keys = np.asarray(ordered_keys(x))
     assert np.all(np.diff(keys)[np.arange(9) != 4] > 0) and keys[4] == keys[5]
-    assert search.ordered_keys(jnp.float32(np.nan)) < keys[0]
+    assert ordered_keys(jnp.float32(np.nan)) < keys[0]
 
 
 @pytest.mark.parametrize("vocab", [100, 2064])
@@ -205,8 +207,8 @@ def test_signs_of_zero_are_one_number(vocab):
     """A product of matrices loses the sign, so these logits go in as they are. Whole groups are -0.0, those after them 0.0."""
     logits = np.stack([np.where(np.arange(vocab) < vocab // 2, -0.0, 0.0), np.where(np.arange(vocab) % 3 > 0, 0.0, -0.0)])
     for k, p in ((50, 1.0), (64, 0.5), (0, 0.25)):
-        filters = search.Filters(jnp.full(2, k), jnp.full(2, p), jnp.zeros(2))
-        kept = np.asarray(jax.jit(search.kept_set)(jnp.asarray(logits.T, jnp.float32), jnp.ones(2), filters)).T
+        filters = Filters(jnp.full(2, k), jnp.full(2, p), jnp.zeros(2))
+        kept = np.asarray(jax.jit(kept_set)(jnp.asarray(logits.T, jnp.float32), jnp.ones(2), filters)).T
         size = kept[0].sum()
         assert abs(size - (k or vocab) * p) <= 1 and kept[:, :size].all() and not kept[:, size:].any()
     tokens = gumbeljax.sample_logits(jnp.tile(jnp.asarray(logits[:1], jnp.float32), (200, 1)), jax.random.key(0), top_k=50)

@@ -19,6 +19,11 @@ def refuses(sentence, call, *arguments):
         call(*arguments)
 
 
+def on_shards(call, **specs):
+    """A shard_map under jit: outside, each of its operations is a program of its own."""
+    return jax.jit(jax.shard_map(lambda *arguments: call(*arguments), **specs))
+
+
 # Keys: one for rows that differ must not be the same on every shard
 
 
@@ -31,7 +36,7 @@ def test_one_key_for_two_data_shards_is_refused():
         (draw, key, P("tp"), True), (draw, key, P("tp"), False), (draw, jax.random.key_data(key), P("tp"), False),
         (whole, key, P(), True), (whole, key, P(), False), (gumbeljax.sample, key, P(), True),
         (draw, keys[:ROWS // 2], P("tp"), True)]:  # the last: one key per row, but the same rows' on both shards
-        mapped = jax.shard_map(call, mesh=mesh, in_specs=(P("data"), w_spec, P()), out_specs=P("data"), check_vma=check)
+        mapped = on_shards(call, mesh=mesh, in_specs=(P("data"), w_spec, P()), out_specs=P("data"), check_vma=check)
         refuses(r"^key must differ between the shards of the rows; got the same one all over .*'data'.*: pass one key per row, "
                 r"sharded like h, or row_offset=jax\.lax\.axis_index\('data'\)", mapped, h, w, third)
 
@@ -62,14 +67,15 @@ def test_one_key_for_shards_of_anything_that_draws(name):
     x, keys = jnp.zeros((ROWS, 32)) + jnp.arange(32) / 8, jax.random.split(jax.random.key(0), ROWS)
     mesh = meshes.mesh_of((4,), ("data",))
     for third, check in [(keys[0], True), (keys[0], False), (keys[:ROWS // 4], True)]:
-        mapped = jax.shard_map(call, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=check)
+        mapped = on_shards(call, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=check)
         refuses(rf"^key must differ between the shards of the rows; .* 'data': pass one key per \w+, sharded like {like}\.",
                 mapped, x, third)
+    alone = jax.jit(lambda x, key: call(x, key))
     for check in (True, False):
-        mapped = jax.shard_map(call, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"), check_vma=check)
-        np.testing.assert_array_equal(jax.jit(mapped)(x, keys), call(x, keys))
-    same = jax.shard_map(call, mesh=mesh, in_specs=(P(), P()), out_specs=P())  # nothing is cut: one key will do
-    np.testing.assert_array_equal(jax.jit(same)(x, keys[0]), call(x, keys[0]))
+        mapped = on_shards(call, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"), check_vma=check)
+        np.testing.assert_array_equal(mapped(x, keys), alone(x, keys))
+    same = on_shards(call, mesh=mesh, in_specs=(P(), P()), out_specs=P())  # nothing is cut: one key will do
+    np.testing.assert_array_equal(same(x, keys[0]), alone(x, keys[0]))
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -81,11 +87,11 @@ def test_parts_of_a_vocabulary_share_a_key(check):
     def part(x, key):
         return jax.tree.map(lambda leaf: leaf[None], groups.summarize(x, key, first_id=jax.lax.axis_index("tp") * 16))
 
-    parts = jax.shard_map(part, mesh=mesh, in_specs=(P(None, "tp"), P()), out_specs=P("tp"), check_vma=check)(x, key)
+    parts = on_shards(part, mesh=mesh, in_specs=(P(None, "tp"), P()), out_specs=P("tp"), check_vma=check)(x, key)
     whole = functools.reduce(groups.merge, [jax.tree.map(lambda leaf, i=i: leaf[i], parts) for i in range(4)])
     np.testing.assert_array_equal(whole.token, gumbeljax.sample_logits(x, key))
-    one = jax.shard_map(lambda x, key: smc.systematic(x[0], key[0])[None], mesh=mesh, in_specs=P("tp"), out_specs=P("tp"),
-                        check_vma=check)
+    one = on_shards(lambda x, key: smc.systematic(x[0], key[0])[None], mesh=mesh, in_specs=P("tp"), out_specs=P("tp"),
+                    check_vma=check)
     keys = jax.random.split(key, 4)
     np.testing.assert_array_equal(one(x[:4], keys), smc.systematic(x[:4], keys))
 

@@ -70,8 +70,8 @@ def test_every_path_finds_the_same_set(vocab):
             np.testing.assert_array_equal(a[0], b[i], names[i])
 
 
-@pytest.mark.parametrize("platform", ["cpu", "default"])
-@pytest.mark.parametrize("on", ["top_k", "top_p", "top_k+top_p"])
+@pytest.mark.parametrize("on, platform", [  # with top_k it is one program everywhere
+    ("top_k", "cpu"), ("top_p", "cpu"), ("top_p", "default"), ("top_k+top_p", "cpu")])
 def test_whole_rows_and_leading_groups_give_one_set(on, platform, monkeypatch):
     """A CPU's way to search for top_p alone and that of others, and what is searched where the leading groups do not do."""
     names, logits, options = tier_case(5000)

@@ -13,7 +13,7 @@ from jax import lax
 from gumbeljax._call import Config, Operands
 from pallas_kernels import race
 from pallas_kernels.finish import Draw, has_law, log_normalizer_of
-from pallas_kernels.kept import kept_set
+from pallas_kernels.kept_set import kept_set
 from pallas_kernels.logits import inverse_temperature, model_logits, processed_logits
 
 

@@ -16,7 +16,7 @@ from gumbeljax._call import Config, Operands, plain_broadcasting, prepare
 from gumbeljax._typing import Array, ArrayLike
 from pallas_kernels import filtered, noise, race, xla
 from pallas_kernels.finish import has_law
-from pallas_kernels.kept import kept_set
+from pallas_kernels.kept_set import kept_set
 from pallas_kernels.logits import inverse_temperature
 
 

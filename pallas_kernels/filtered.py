@@ -8,7 +8,8 @@ from jax import lax
 
 from pallas_kernels import many, noise, race, xla
 from pallas_kernels.finish import Draw, Piece, draw_in_group, log_normalizer_of
-from pallas_kernels.kept import Filters, kept_set
+from pallas_kernels.kept import Filters
+from pallas_kernels.kept_set import kept_set
 from pallas_kernels.logits import Elementwise
 
 

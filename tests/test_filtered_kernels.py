@@ -15,7 +15,7 @@ from pallas_kernels.logits import Elementwise, canonical_temperature
 from tests import filter_oracle as oracle
 from tests import heads, knobs
 from tests.filter_oracle import Options
-from tests.test_filters import tier_case
+from tests.test_kept_set import tier_case
 from tests.test_kernels import DEVICES, lower
 
 plt = _compat.pallas_triton()

@@ -12,7 +12,7 @@ import pytest
 import gumbeljax
 from gumbeljax import _compat
 from gumbeljax._implementation import precision_of
-from pallas_kernels import kept, mosaic, noise, triton, triton_filtered, xla
+from pallas_kernels import kept, kept_set, mosaic, noise, triton, triton_filtered, xla
 from pallas_kernels.logits import Elementwise
 from pallas_kernels.tiles import MosaicTiles, TritonTiles, XlaTiles
 from tests import filter_oracle, heads, knobs, oracles, statistics
@@ -287,7 +287,7 @@ def test_filters_keep_the_set_of_xla(filters, t):
     ours = kept.is_kept(kept.ordered_keys(x), jnp.arange(vocab)[:, None], end)
     if "min_p" in filters:
         ours &= kept.is_above(x, t_row, jnp.max(x, axis=0), chosen.min_p)
-    ours, theirs = np.asarray(ours).T, np.asarray(jax.jit(kept.kept_set)(x, t_row, chosen)).T
+    ours, theirs = np.asarray(ours).T, np.asarray(jax.jit(kept_set.kept_set)(x, t_row, chosen)).T
     differing = (ours != theirs).sum(1)
     report(test="kept set", filters=str(filters), temperature=t, sizes=[int(theirs.sum(1).min()), int(theirs.sum(1).max())],
            rows_differing=int((differing > 0).sum()), tokens_differing=int(np.sum(np.asarray(got.token) != twin.token)))

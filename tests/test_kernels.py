@@ -70,6 +70,12 @@ def test_masses_and_groups_equal_the_plain_twin():
             np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+@functools.partial(jax.jit, static_argnames="vocab")
+def draw_and_twin(h, w, words, t, *, vocab):
+    return (draw(h, w, words, t, Elementwise(), vocab=vocab, interpret=True),
+            xla.draw(h, w, words, t, vocab=vocab, with_model=True))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", [0, 63, 64, 202])
 def test_bad_logits_are_marked_as_by_the_plain_twin(bad, where):
@@ -77,8 +83,7 @@ def test_bad_logits_are_marked_as_by_the_plain_twin(bad, where):
     w = w.at[where, 0].set(bad) if bad != -np.inf else w.at[:, 0].set(bad)
     words = tuple(jnp.asarray(heads.keys_of(0, 3)[1].T))
     t = jnp.array([0.0, 1.0, 0.3])
-    out = draw(h, w, words, t, Elementwise(), vocab=203, interpret=True)
-    twin = xla.draw(h, w, words, t, vocab=203, with_model=True)
+    out, twin = draw_and_twin(h, w, words, t, vocab=203)
     assert out.token.tolist() == twin.token.tolist() == [-1, -1, -1]
     assert np.isnan(out.tempered_log_prob).all() and np.isnan(twin.tempered_log_prob).all()
 

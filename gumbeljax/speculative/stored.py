@@ -11,7 +11,7 @@ from gumbeljax._call import Config, Operands
 from gumbeljax._typing import Array
 from gumbeljax.speculative import coupled, leviathan
 from pallas_kernels import filtered
-from pallas_kernels.kept import kept_set
+from pallas_kernels.kept_set import kept_set
 from pallas_kernels.logits import DENSE
 
 LOGITS = 2**26  # of both laws alive at a time, unless one request has more

@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from gumbeljax import _cut_filters
-from pallas_kernels import kept as search
-from pallas_kernels.kept import Filters
+from pallas_kernels.kept import Filters, Kept
+from pallas_kernels.kept_set import kept_set
 from tests import filter_oracle as oracle
 from tests import knobs
 from tests.filter_oracle import Options
@@ -85,7 +85,7 @@ def kept_on(mesh, axes, logits, t, filters, **specs):
 def kept_on_one_device(vocab=VOCAB):
     names, logits, options = rows_of(vocab)
     t, filters = given_to(options, len(names))
-    return names, logits, options, np.asarray(jax.jit(search.kept_set)(jnp.asarray(logits.T), t, filters)).T
+    return names, logits, options, np.asarray(jax.jit(kept_set)(jnp.asarray(logits.T), t, filters)).T
 
 
 def rows_that_differ(kept, want, names):
@@ -117,7 +117,7 @@ def test_random_rows_and_filters(width):
         rng.choice([1e-8, 0.3, 0.9, 0.999, 1 - 2.0**-24, 1.0], rows), rng.choice([0.0, 0.0, 1e-8, 0.05, 0.5], rows))
     t, filters = given_to(options, rows)
     kept = kept_on(mesh, ("tp",), logits, t, filters)
-    want = np.asarray(jax.jit(search.kept_set)(jnp.asarray(logits.T), t, filters)).T
+    want = np.asarray(jax.jit(kept_set)(jnp.asarray(logits.T), t, filters)).T
     np.testing.assert_array_equal(kept, want)
     knobs.assert_kept(kept, logits.astype(np.float64), options)
 
@@ -162,7 +162,7 @@ def test_mutation_a_head_with_gaps_fails(monkeypatch):
 
     def wrong(*arguments, **options):
         top, total, head = exchange(*arguments, **options)
-        return top, total, head._replace(last=search.Kept(jnp.full_like(head.last.key, _cut_filters.LEAST), head.last.id))
+        return top, total, head._replace(last=Kept(jnp.full_like(head.last.key, _cut_filters.LEAST), head.last.id))
 
     monkeypatch.setattr(_cut_filters, "exchange", wrong)
     names, logits, options, want = kept_on_one_device()

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import finish as finishing
 from pallas_kernels import noise, race
 from pallas_kernels import triton_prefix as prefix
-from pallas_kernels.triton_further import Further, further_end, leading_of
+from pallas_kernels.triton_further import further_end
 from pallas_kernels.triton_kept import best_of, in_winner, race_listed, scored
 from pallas_kernels.triton_prefix import Row
 from pallas_kernels.triton_ranks import Found, bound_of, end_among, guess_of, rank, write_down
@@ -25,6 +25,7 @@ from pallas_kernels.triton_rows import (
     tokens_of,
 )
 from pallas_kernels.triton_shapes import RANKED, Shape
+from pallas_kernels.triton_span import Further, leading_of
 
 
 def is_leading(shape: Shape, own: Row, group_top):

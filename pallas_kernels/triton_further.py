@@ -81,7 +81,7 @@ def end_by(at: Further, by_count, target: Mass, base, of_k: Kept):
         high = jnp.maximum(high, jnp.minimum(of_k.key + 1, stop))  # what is above is kept
     low = jnp.minimum(jnp.maximum(kept.ordered_keys(low), start), high - 1)
     number = at.list_from(kept.logits_of(low))
-    written, best = read_once(at, number, *map(kept.logits_of, (low, high, stop)), weigh)
+    written, best = read_once(at, number, kept.logits_of(low), kept.logits_of(high), kept.logits_of(stop), weigh)
     above = kept.plus(above, in_units(written.above))
     inside = measure(written.x, written.ids)
     is_found = kept.at_least(kept.plus(above, kept.carried(*prefix.total_of(inside, written.x > -jnp.inf))), target)

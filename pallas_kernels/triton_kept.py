@@ -57,7 +57,8 @@ def race_listed(shape: Shape, refs, own: Row, end: Kept, ref, row, number) -> Ra
     def look(best: Raced, x, ids, groups):  # groups from a load: each thread makes its own noise
         new = scored(own, end, jnp.max(x, axis=1), ids, x, noise.GROUP * groups)
         better = (new.high > best.high) | ((new.high == best.high) & (new.low > best.low))  # of equals, the first
-        return Raced(*(jnp.where(better, a, b) for a, b in zip(new[:3], best[:3], strict=True)), best.total + new.total)
+        high, low, winner = (jnp.where(better, a, b) for a, b in zip(new[:3], best[:3], strict=True))
+        return Raced(high, low, winner, best.total + new.total)
 
     nobody = Raced(*(jnp.full((size,), *a) for a in (
         (-jnp.inf, jnp.float32), (0.0, jnp.float32), (race.NO_ID, jnp.int32), (0.0, jnp.float32))))

@@ -75,7 +75,7 @@ def kernel(
     *refs,  # Vectors; w [vocab, d_model] or [d_model, vocab], unless h holds the logits; the dense options, f32 or i8 [vocab]
     # or [rows, vocab]; valid i32 [1]; outputs
     vectors, has_w, wanted, with_model, scale, soft_cap, num_keys, dense, has_valid, sample, plt, vocab, num_rows, d_model,
-    vocab_axis, precision, tiles, interleave, with_scores,
+    vocab_axis, precision, tiles, interleave, with_scores, column,
 ):
     """What one program does: the logits of its tile, and what they say in the `wanted` form. `vectors`: their structure."""
     vector_refs, refs = jax.tree.unflatten(vectors, refs[:vectors.num_leaves]), list(refs[vectors.num_leaves:])
@@ -97,7 +97,7 @@ def kernel(
     own = Elementwise(**{name: option(ref) for name, ref in dense_refs.items()})
     model = model_logits(x, scale, soft_cap, own.weight_scale)
     x = processed_logits(model, own, allowed)
-    t, keys = row_numbers(plt, vector_refs, pl.ds(first_row, tiles.rows), num_keys, mask=rows < num_rows)
+    t, keys = row_numbers(plt, vector_refs, pl.ds(column + first_row, tiles.rows), num_keys, mask=rows < num_rows)
     if wanted == "race":
         groups = race.groups_of(*race.group_masses(x, t), keys, sample, t, first_id)
         won = race.merge(groups, t)
@@ -174,10 +174,10 @@ def operands(h, w, tiles: TritonTiles, *, vocab, vocab_axis, precision):
 
 
 def launch(h, w, keys, t, options: Elementwise, *, plt, wanted, vocab, sample, vocab_axis, precision, with_model, tiles,
-           interpret, one_temperature=False, with_scores=False):
+           interpret, one_temperature=False, with_scores=False, vectors=None, column=0):
     """Runs the kernel over the grid of tiles; every output is `[tiles, rows]` (or `[groups, rows]`). With w None, h holds the
     raw logits `[rows, vocab]`. `with_scores`: the last output is `race.Scores.told`. `one_temperature`: t is one
-    number, broadcast."""
+    number, broadcast. `vectors`: what is to be read of these rows, from `column` on, where it was made for more than them."""
     num_rows, d_model = h.shape
     tiles = tiles or default_tiles(num_rows, d_model, h.dtype, w.dtype)
     h, w = operands(h, w, tiles, vocab=vocab, vocab_axis=vocab_axis, precision=precision)
@@ -185,7 +185,9 @@ def launch(h, w, keys, t, options: Elementwise, *, plt, wanted, vocab, sample, v
     f32, i32 = jnp.float32, jnp.int32
     kinds = {"race": (f32, f32, i32, f32, f32), "mass": (f32, i32, f32), "groups": (f32, f32)}[wanted]
     height = num_tiles * (tiles.vocab // noise.GROUP if wanted == "groups" else 1)
-    vectors = vectors_of(t, keys if wanted == "race" else (), one_temperature=one_temperature, rows_read=num_rows)
+    words = keys if wanted == "race" else ()
+    if vectors is None:
+        vectors = vectors_of(t, words, one_temperature=one_temperature, rows_read=num_rows)
     interleave = (w is not None and is_narrow(h.dtype, w.dtype) and tiles.num_warps % 4 == 0 and d_model % 16 == 0
                   and vocab_axis == 0)
     arguments = [interleaved(h) if interleave else h, *jax.tree.leaves(vectors), *([] if w is None else [w]), *given(options)]
@@ -196,10 +198,10 @@ def launch(h, w, keys, t, options: Elementwise, *, plt, wanted, vocab, sample, v
         out_shape.append(like(arguments, (num_tiles, num_rows), i32))
     body = functools.partial(
         kernel, vectors=jax.tree.structure(vectors), has_w=w is not None, wanted=wanted, with_model=with_model,
-        scale=options.scale, soft_cap=options.soft_cap, num_keys=len(keys) if wanted == "race" else 0,
+        scale=options.scale, soft_cap=options.soft_cap, num_keys=len(words),
         dense=tuple(options.dense()), has_valid=options.valid is not None, sample=sample, plt=plt, vocab=vocab,
         num_rows=num_rows, d_model=d_model, vocab_axis=vocab_axis, precision=dot_precision(precision), tiles=tiles,
-        interleave=interleave, with_scores=with_scores)
+        interleave=interleave, with_scores=with_scores, column=column)
     return pl.pallas_call(
         body, grid=(num_tiles * pl.cdiv(num_rows, tiles.rows),), out_shape=out_shape, interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
@@ -232,11 +234,11 @@ def _piece(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, s
 
 def race_pieces(h, w, keys, t, options: Elementwise = Elementwise(), *, plt, vocab, sample=0, vocab_axis=0, precision=None,
                 tiles=None, vectors=None, interpret=False) -> tuple[race.Race, race.Scores]:
-    """What the tiles of the vocabulary say, `[tiles, rows]`, and their groups' scores. `vectors` are for other kernels."""
-    del vectors
+    """What the tiles of the vocabulary say, `[tiles, rows]`, and their groups' scores. `vectors`: as in `launch`."""
     tiles = tiles or default_tiles(h.shape[0], h.shape[1], h.dtype, w.dtype)
     *won, told = launch(h, w, keys, t, options, plt=plt, wanted="race", vocab=vocab, sample=sample, vocab_axis=vocab_axis,
-                        precision=precision, with_model=False, tiles=tiles, interpret=interpret, with_scores=True)
+                        precision=precision, with_model=False, tiles=tiles, interpret=interpret, with_scores=True,
+                        vectors=vectors)
     return race.Race(*won), race.Scores(told, tiles.vocab)
 
 
@@ -247,11 +249,10 @@ def draw(*arguments, **options) -> Draw:
 
 def mass_pieces(h, w, t, options: Elementwise = Elementwise(), *, plt, vocab, vocab_axis=0, precision=None, tiles=None,
                 vectors=None, column=0, one_temperature=False, interpret=False) -> race.Mass:
-    """The masses of the tiles of the vocabulary, `[tiles, rows]`. `vectors` are for other kernels."""
-    del vectors, column
+    """The masses of the tiles of the vocabulary, `[tiles, rows]`. `vectors`, `column`: as in `launch`."""
     return race.Mass(*launch(h, w, None, t, options, plt=plt, wanted="mass", vocab=vocab, sample=0, vocab_axis=vocab_axis,
                              precision=precision, with_model=False, tiles=tiles, one_temperature=one_temperature,
-                             interpret=interpret))
+                             vectors=vectors, column=column, interpret=interpret))
 
 
 def stage1_mass(h, w, t, *arguments, **options) -> race.Mass:

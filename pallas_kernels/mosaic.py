@@ -90,8 +90,10 @@ def launch(h, w, keys, t, options, *, mgpu, wanted, vocab, vocab_axis, with_mode
             raise ValueError(f"h must have at most {num_sms * cta_m} rows where logits are stored; got {num_rows}.")
         whole = row_tiles // pair // 2 * pair * cta_m
         parts = [launch(h[part], w, keys and tuple(x[part] for x in keys), t[part], options, mgpu=mgpu, wanted=wanted,
-                        vocab=vocab, vocab_axis=vocab_axis, with_model=with_model, tiles=tiles, num_sms=num_sms, sample=sample,
-                        with_scores=with_scores, with_logits=with_logits, vectors=vectors, column=column + part.start)
+                        vocab=vocab, vocab_axis=vocab_axis, with_model=with_model, tiles=tiles,
+                        num_sms=min(num_sms, num_row_tiles(part.stop - part.start, tiles)),  # as many pieces from each
+                        sample=sample, with_scores=with_scores, with_logits=with_logits, vectors=vectors,
+                        column=column + part.start)
                  for part in (slice(0, whole), slice(whole, num_rows))]
         return [jnp.concatenate(part, 1) for part in zip(*parts, strict=True)]
     walkers = min(num_sms // row_tiles, vocab_tiles)  # programs that share the vocabulary of a tile of rows

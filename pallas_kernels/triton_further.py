@@ -69,16 +69,17 @@ def end_by(at: Further, by_count, target: Mass, base, of_k: Kept):
     is_leading = kept.at_least(in_leading, target)  # it ends among these, of which more are tied than were listed
     above, of_leading = kept.either(is_leading, prefix.nothing(), in_leading), unit * kept.as_float(in_leading)
     there = jnp.where(is_leading, of_leading, base - of_leading)
-    top = kept.ordered_keys(own.top) + 1
+    top = prefix.after(kept.ordered_keys(own.top))
     start = jnp.where(is_leading, kept.ordered_keys(leading.least), kept.ordered_keys(jnp.float32(prefix.LEAST_FINITE)))
     stop = jnp.where(is_leading, top, jnp.minimum(kept.ordered_keys(leading.least), top))
     samples = spread_load(shape, at.summary.sample, at.row, shape.num_groups, jnp.inf)
     bracket = Bracket(jnp.where(is_leading, leading.least, -jnp.inf), kept.logits_of(stop), there,
                       there + unit * (kept.as_float(above) - kept.as_float(target)))
     low, high = prefix.undecided_span(samples, own, by_count, bracket)
-    high = jnp.minimum(jnp.maximum(kept.ordered_keys(high) + (high >= own.top).astype(jnp.int32), start + 1), stop)
+    high = jnp.where(high >= own.top, top, kept.ordered_keys(high))
+    high = jnp.minimum(jnp.maximum(high, prefix.after(start)), stop)
     if own.top_k is not None and own.top_p is not None:
-        high = jnp.maximum(high, jnp.minimum(of_k.key + 1, stop))  # what is above is kept
+        high = jnp.maximum(high, jnp.minimum(prefix.after(of_k.key), stop))  # what is above is kept
     low = jnp.minimum(jnp.maximum(kept.ordered_keys(low), start), high - 1)
     number = at.list_from(kept.logits_of(low))
     written, best = read_once(at, number, kept.logits_of(low), kept.logits_of(high), kept.logits_of(stop), weigh)

@@ -19,6 +19,7 @@ from pallas_kernels.logits import LOG2_E, inverse_temperature
 MOST = 2**31 - 1
 LEAST_FINITE = -3.4028235e38
 TINY = 1e-37
+LEAST_NORMAL = 1 << 23  # the key of 2^-126
 
 
 class Row(NamedTuple):
@@ -116,6 +117,11 @@ def nothing() -> Mass:
 def counted(number) -> Mass:
     """A count, as a scalar mass."""
     return Mass(number, jnp.int32(0))
+
+
+def after(key):
+    """The next key, past the subnormal numbers: where they are flushed to zero, no logit would be below the one after 0."""
+    return jnp.where(key >= 0, jnp.maximum(key + 1, LEAST_NORMAL), key + 1)
 
 
 def no_end(vocab: int) -> Kept:

@@ -62,7 +62,8 @@ def end_of(shape: Shape, refs, ref, row, own: Row, x, ids, least, is_whole) -> t
     if own.top_k is not None:
         wanted = jnp.maximum(jnp.minimum(own.top_k, RANKED - RANKED // 8), wanted)
     over = lambda low: prefix.number(x >= low)  # noqa: E731
-    ends = lambda: (jnp.min(jnp.min(jnp.where(x > -jnp.inf, x, jnp.inf), axis=1)), own.top)  # noqa: E731
+    # Not below the bound of the groups: others have tokens there.
+    ends = lambda: (jnp.maximum(jnp.min(jnp.min(jnp.where(x > -jnp.inf, x, jnp.inf), axis=1)), least), own.top)  # noqa: E731
     from_, number = bound_of(over, ends, least, wanted, RANKED)
     write_down(shape, ref, row, ids, x >= from_)
     ranked = rank(shape, refs, ref, row, own, number)

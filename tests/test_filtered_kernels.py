@@ -232,6 +232,39 @@ def test_sets_larger_than_the_leading_groups():
     assert_right(np.float32(logits), filters._replace(logit_bias=bias, mask=mask), got, twin, is_kept, words)
 
 
+def test_few_leading_groups_say_nothing_of_lower_tokens():
+    """A few groups stand out and hundreds tie below them, so that fewer are listed than are wanted: their lesser tokens are not
+    the next ones of the row."""
+    vocab = 16 * 700
+    ids, groups = np.arange(vocab), np.arange(vocab) // 16
+    rng = np.random.default_rng(0)
+    rows = []
+    for leading in (5, 20, 60):
+        is_leading = (groups % 7 == 0) & (groups < 7 * leading)
+        x = np.where(ids % 16 == 3, np.where(is_leading, 10 + rng.random(vocab), 5.0), rng.normal(size=vocab) * 0.3)
+        rows += [(x, 30, 1.0, 0.0), (x, 100, 1.0, 0.0), (x, 200, 0.9, 0.0), (x, 0, 0.99, 0.0), (x, 0, 0.999, 1e-4)]
+    logits, k, p, m = (np.stack(a) for a in zip(*rows, strict=True))
+    options = Options(1.0, k, p, m)
+    got, twin, is_kept, words = ask(logits, options)
+    assert_right(np.float32(logits), options, got, twin, is_kept, words)
+
+
+def test_ends_at_zero():
+    """The number after 0 is subnormal, and zero where such numbers are flushed: as the largest logit of many, as the end."""
+    vocab = 16 * 700 + 3
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=vocab) * 3
+    zipf = np.log(1 / (1.0 + rng.permutation(vocab)))
+    above = np.where(np.arange(vocab) < 400, 1 + rng.random(vocab), np.minimum(x, 0.0))
+    flat = np.minimum(x, 0.0)
+    rows = [(flat, 1, 1.0, 0.0), (flat, 255, 0.9, 0.0), (zipf, 256, 1.0, 0.0), (zipf, 300, 1e-9, 0.0),
+            (above, 600, 0.9, 0.0), (above, 600, 1 - 1e-6, 0.0)]
+    logits, k, p, m = (np.stack(a) for a in zip(*rows, strict=True))
+    options = Options(1.0, k, p, m)
+    got, twin, is_kept, words = ask(logits, options)
+    assert_right(np.float32(logits), options, got, twin, is_kept, words)
+
+
 @pytest.mark.slow
 def test_ends_that_take_the_whole_row():
     """More ties at the end than are written down or ranked, and more tokens than may lie in the span."""

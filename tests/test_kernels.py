@@ -118,6 +118,18 @@ def test_interpreted_mosaic_kernels():
 
 
 @needs_mosaic
+@pytest.mark.parametrize("rows", [16_897, 17_152, 33_800])
+def test_more_rows_than_mosaic_takes_at_once(rows):
+    """Parts of the rows, of which one would have programs for two pieces of the vocabulary, say the same number of things."""
+    shape = jax.ShapeDtypeStruct
+    h, w, t, word = (shape(*x) for x in (((rows, 64), jnp.bfloat16), ((32_000, 64), jnp.bfloat16), ((rows,), jnp.float32),
+                                         ((rows,), jnp.uint32)))
+    draw = functools.partial(mosaic.draw, mgpu=mgpu, plt=plt, vocab=32_000)
+    out = jax.eval_shape(lambda h, w, word, t: draw(h, w, (word, word), t), h, w, word, t)
+    assert out.token.shape == (rows,)
+
+
+@needs_mosaic
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("vocab, d_model, rows", [
     (151_936, 4_096, 1), (151_936, 4_096, 128), (128_256, 8_192, 256), (512, 64, 65)])

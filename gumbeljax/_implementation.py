@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from gumbeljax import _checks, _compat, _tuning
 from gumbeljax._tuning import Tiles, Tuning
-from pallas_kernels import dual, mosaic, mosaic_tiles, search, xla
+from pallas_kernels import dual, mosaic, mosaic_kernel, mosaic_tiles, search, xla
 from pallas_kernels.logits import Elementwise
 from pallas_kernels.tiles import XlaTiles
 
@@ -79,7 +79,7 @@ def why_not(name: str, h, w, device: DeviceFacts, *, vocab_axis=0, options=Eleme
         return f"it reads {w.dtype} from compute capability 8.9 on"
     if name == "mosaic" and groups:
         return "it draws one token per row"
-    return mosaic.why_not(h, w, options, vocab_axis) if name == "mosaic" else None
+    return mosaic_kernel.why_not(h, w, options, vocab_axis) if name == "mosaic" else None
 
 
 def choose(h, w, implementation: str | None, device: DeviceFacts, **call) -> str:

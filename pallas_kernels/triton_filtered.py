@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import mosaic, noise, race
+from pallas_kernels import mosaic, mosaic_kernel, noise, race
 from pallas_kernels import triton_prefix as prefix
 from pallas_kernels.finish import Draw
 from pallas_kernels.kept import Filters, Kept
@@ -58,7 +58,7 @@ def is_by_mosaic(h, w, options, vocab: int, vocab_axis: int) -> bool:
     """Whether the Mosaic kernel makes and summarises the logits. It stores whole tiles of rows: for few, XLA is faster."""
     rows, padded = h.shape[0], (h.shape[0] + 256) * (vocab + 2**16)
     return (w is not None and h.dtype == w.dtype and 32 < rows <= 4096 and padded < 2**31
-            and mosaic.why_not(h, w, options, vocab_axis) is None)
+            and mosaic_kernel.why_not(h, w, options, vocab_axis) is None)
 
 
 def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, plt, mgpu=None, num_sms=mosaic.NUM_SMS, vocab, vocab_axis=0,

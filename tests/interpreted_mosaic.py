@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from gumbeljax import _compat
-from pallas_kernels import finish, mosaic, mosaic_race, race, triton_filtered, triton_merge, vectors
+from pallas_kernels import finish, mosaic, mosaic_kernel, mosaic_race, race, triton_filtered, triton_merge, vectors
 from pallas_kernels.kept import Filters
 from pallas_kernels.logits import Elementwise, canonical_temperature
 from pallas_kernels.mosaic_tiles import PART, choose_tiles
@@ -52,9 +52,8 @@ def mosaic_stage1(h, w, words, t, options, *, vocab, vocab_axis=0, tiles=None, w
                   **extra):
     """What the Mosaic GPU kernel returns under its interpreter, for the rows that exist."""
     with mgpu.force_gpu_interpret_mode(mgpu.InterpretGPUParams()):
-        out = mosaic.launch(h, w, words, t, options, mgpu=mgpu, wanted=wanted, vocab=vocab, vocab_axis=vocab_axis,
-                            with_model=wanted == "race", tiles=tiles, num_sms=num_sms, sample=sample,
-                            **extra)
+        out = mosaic_kernel.launch(h, w, words, t, options, mgpu=mgpu, wanted=wanted, vocab=vocab, vocab_axis=vocab_axis,
+                                   with_model=wanted == "race", tiles=tiles, num_sms=num_sms, sample=sample, **extra)
     return [x[:, :h.shape[0]] for x in out]
 
 
@@ -231,8 +230,8 @@ def test_vmap_of_mosaic():
     words = jax.random.key_data(jax.random.split(jax.random.key(0), (2, 5)))
 
     def race_of(h, k):
-        return mosaic.launch(h, w, (k[:, 0], k[:, 1]), t, Elementwise(), mgpu=mgpu, wanted="race", vocab=512, vocab_axis=0,
-                             with_model=False, tiles=None, num_sms=1)
+        return mosaic_kernel.launch(h, w, (k[:, 0], k[:, 1]), t, Elementwise(), mgpu=mgpu, wanted="race", vocab=512,
+                                    vocab_axis=0, with_model=False, tiles=None, num_sms=1)
 
     with mgpu.force_gpu_interpret_mode(mgpu.InterpretGPUParams()):
         mapped, single = jax.vmap(race_of)(h, words), [race_of(h[i], words[i]) for i in range(2)]

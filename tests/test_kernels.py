@@ -15,7 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import gumbeljax
 from gumbeljax import _compat
-from pallas_kernels import many, mosaic, triton, xla
+from pallas_kernels import many, mosaic, mosaic_kernel, triton, xla
 from pallas_kernels.logits import Elementwise, canonical_temperature
 from pallas_kernels.tiles import MosaicTiles, TritonTiles
 from tests import heads, oracles
@@ -154,8 +154,8 @@ def test_mosaic_lowers(vocab, d_model, rows, vocab_axis):
     ((4, 40), (512, 40), Elementwise(), 0, "multiple of 8 and d_model of 64")])
 def test_mosaic_says_what_it_cannot_run(h, w, options, axis, why):
     h, w = jnp.zeros(h, jnp.bfloat16), jnp.zeros(w, jnp.bfloat16)
-    assert why in mosaic.why_not(h, w, options, axis)
-    assert "bfloat16 or float16" in mosaic.why_not(h.astype(jnp.float32), w, Elementwise(), 0)
+    assert why in mosaic_kernel.why_not(h, w, options, axis)
+    assert "bfloat16 or float16" in mosaic_kernel.why_not(h.astype(jnp.float32), w, Elementwise(), 0)
 
 
 @needs_mosaic

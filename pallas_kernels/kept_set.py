@@ -72,7 +72,11 @@ def last_kept(x, t, top, filters: Filters) -> Kept:
     if filters.top_p is not None:
         weight = lax.optimization_barrier(kept.weights(x, t, top))  # one value for every use, whatever is fused with it
         total = jnp.sum(weight, axis=0)
-        everything = kept.carried(*sums(lambda weight: kept.in_units(weight, kept.units(total)), weight))
+        of_all = lambda: kept.carried(*sums(lambda weight: kept.in_units(weight, kept.units(total)), weight))  # noqa: E731
+        if (top_k := filters.top_k) is None:
+            everything = of_all()
+        else:  # of a row that top_k cuts, nobody asks for more than the mass of what it leaves
+            everything = lax.cond(jnp.all(top_k > 0), lambda: Mass(top_k - top_k, top_k - top_k), of_all)
     whole = functools.partial(in_rows, x, weight, t, top, total, everything, filters)
     leading = functools.partial(in_leading, x, weight, t, top, total, everything, filters, whole)
     if filters.top_k is not None or vocab <= noise.GROUP * LEADING:

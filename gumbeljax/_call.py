@@ -110,7 +110,8 @@ def prepare(h, w, *, temperature=1.0, top_k=None, top_p=None, min_p=None, valid_
         options=Elementwise(None, None, *operands.dense(), valid), groups=groups, filters=operands.filters is not None,
         one_draw=one_draw and not axes)
     # A traced filter or penalty that breaks its rule takes the temperature of its row away.
-    one_temperature = jnp.ndim(temperature) == 0 and operands.filters is None and processors is None
+    is_one = _checks.as_array(temperature, "temperature").ndim == 0
+    one_temperature = is_one and operands.filters is None and processors is None
     config = Config(
         name, device, head.vocab, head.vocab_axis, _checks.constant(scale, "scale"),
         _checks.constant(soft_cap, "soft_cap", positive=True), _implementation.precision_of(precision, head.h.dtype), axes,

@@ -37,9 +37,9 @@ class Ended(NamedTuple):
     total: Any
 
 
-def end_by(at: Further, by_count, target: Mass, base, of_k: Kept):
+def end_by(at: Further, by_count, target: Mass, base, of_k: Kept) -> Ended:
     """The end of the shortest prefix whose count or mass is at least `target`, of what `of_k` keeps, which measures `base`,
-    float32: the leaves of an `Ended`."""
+    float32."""
     shape, own, leading = at.shape, at.own, at.leading
 
     def measure(x, ids):
@@ -116,7 +116,7 @@ def end_by(at: Further, by_count, target: Mass, base, of_k: Kept):
     return Ended(end, number, has_winner, best.first_id, best.upper >= limit, in_end + jnp.sum(best.total))
 
 
-def further_end(at: Further):
+def further_end(at: Further) -> Ended:
     """Of the prefix that top_k, then top_p keep."""
     shape, own = at.shape, at.own
     is_k, is_p = prefix.is_on(own, shape.vocab)

@@ -36,7 +36,7 @@ class Config(NamedTuple):
     axis_name: tuple[str, ...] = ()  # mesh axes that cut the vocabulary; `vocab` is then that of one shard
     tiles: Tiles | None = None  # None: those of the implementation's rule
     all_vocab: int | None = None  # tokens of all shards that are no padding; None where there are no shards
-    one_temperature: bool = False  # known to be the same number for all rows
+    one_temperature: bool = False  # known to be the same number for all rows; of use to kernels only
 
     def stages(self) -> _implementation.Stages:
         """Stage 1 of the chosen implementation."""
@@ -111,7 +111,7 @@ def prepare(h, w, *, temperature=1.0, top_k=None, top_p=None, min_p=None, valid_
         one_draw=one_draw and not axes)
     # A traced filter or penalty that breaks its rule takes the temperature of its row away.
     is_one = _checks.as_array(temperature, "temperature").ndim == 0
-    one_temperature = is_one and operands.filters is None and processors is None
+    one_temperature = is_one and name != "xla" and operands.filters is None and processors is None
     config = Config(
         name, device, head.vocab, head.vocab_axis, _checks.constant(scale, "scale"),
         _checks.constant(soft_cap, "soft_cap", positive=True), _implementation.precision_of(precision, head.h.dtype), axes,

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import gumbeljax
-from gumbeljax import _call, _compat
+from gumbeljax import _call, _compat, _implementation
 from pallas_kernels import many, mosaic, mosaic_kernel, triton, xla
 from pallas_kernels.logits import Elementwise, canonical_temperature
 from pallas_kernels.tiles import MosaicTiles, TritonTiles
@@ -117,14 +117,18 @@ def test_interpreted_mosaic_kernels():
         return
 
 
-def test_one_temperature_is_one_number_for_all_rows():
-    """Kernels then read one number: nothing that gives a row its own, or takes it away, may say so."""
+def test_one_temperature_is_one_number_for_all_rows(monkeypatch):
+    """Kernels then read one number: nothing that gives a row its own, or takes it away, may say so. Elsewhere it is of no use,
+    and a second program."""
     h, w = jnp.zeros((4, 16)), jnp.zeros((32, 16))
     banned = gumbeljax.Processors(banned_tokens=jnp.array([1]))
 
     def known(**options):
         return _call.prepare(h, w, **options)[1].one_temperature
 
+    assert not known()
+    hopper = _implementation.DeviceFacts("gpu", (9, 0), 132, "NVIDIA H200")
+    monkeypatch.setattr(_implementation, "device_facts", lambda *_: hopper)
     assert known() and known(temperature=0.5) and known(temperature=jnp.float32(2.0)) and known(logit_bias=jnp.zeros(32))
     assert jax.jit(lambda t: known(temperature=t) + t)(1.0) == 2.0
     for options in ({"temperature": jnp.full(4, 0.5)}, {"temperature": [0.1, 0.2, 0.3, 0.4]}, {"top_k": 3},

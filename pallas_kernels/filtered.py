@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import many, noise, race, xla
-from pallas_kernels.finish import Draw, Piece, draw_in_group, log_normalizer_of
-from pallas_kernels.kept import Filters
-from pallas_kernels.kept_set import kept_set
+from pallas_kernels.finish import Draw, Piece, draw_in_group, ids_of, log_normalizer_of
+from pallas_kernels.kept import Filters, either
+from pallas_kernels.kept_set import Prefix, prefix_of
 from pallas_kernels.logits import Elementwise
 
 
@@ -30,9 +30,25 @@ def race_in(kept, keys, t, *, vocab, num_samples=None) -> Piece:
         top, total = race.group_masses(xla.pad_to_group(kept), t)
         return many.pieces(kept.T, None, keys, t, Elementwise(), top, total, None, num_samples=num_samples, vocab=vocab)
     won = race.race_of(xla.pad_to_group(kept), keys, 0, t, jnp.int32(0))
+    return draw_in_winner(won, keys, t, lambda ids: jnp.where(ids < vocab, picked(kept, ids), -jnp.inf), vocab=vocab)
+
+
+def race_in_groups(x, prefix: Prefix, keys, *, vocab) -> Piece:
+    """`race_in` of what a prefix leaves of processed logits x, when the leading groups hold all of it."""
+    def kept_at(ids):
+        values = jnp.where(ids < vocab, picked(x, ids), -jnp.inf)
+        return jnp.where(prefix.has(values, ids), values, -jnp.inf)
+
+    first = noise.GROUP * prefix.leading.groups.T
+    groups = race.groups_at(first, *race.group_masses(kept_at(ids_of(first)), prefix.t), keys, 0, prefix.t)
+    return draw_in_winner(race.merge(groups, prefix.t), keys, prefix.t, kept_at, vocab=vocab)
+
+
+def draw_in_winner(won: race.Race, keys, t, kept_at, *, vocab) -> Piece:
+    """The draw from the group that won, of the kept logits `kept_at(ids)`."""
     first = jnp.where(won.winner == race.NO_ID, 0, won.winner)
     ids = first + lax.broadcasted_iota(jnp.int32, (noise.GROUP, first.shape[0]), 0)
-    group = jnp.where(ids < vocab, picked(kept, ids), -jnp.inf)
+    group = kept_at(ids)
     return Piece(draw_in_group(keys, t, won, None, first, ids, group, group, vocab=vocab, sample=0), won, None)
 
 
@@ -54,14 +70,26 @@ def draw(h, w, keys, t, options: Elementwise, filters: Filters, *, vocab, num_sa
          precision=None, with_log_probs=False) -> Draw:
     """Tokens of the kept set; leaves `[rows]`, or `[num_samples, rows]`."""
     model, x = all_logits(h, w, options, vocab=vocab, vocab_axis=vocab_axis, precision=precision)
-    kept = jnp.where(kept_set(x, t, filters), x, -jnp.inf)
-    if replace:
-        out = race_in(kept, keys, t, vocab=vocab, num_samples=num_samples).draw
-    else:
+    prefix = prefix_of(x, t, filters)
+
+    def all_kept():
+        return jnp.where(prefix.has(x, lax.broadcasted_iota(jnp.int32, x.shape, 0)), x, -jnp.inf)
+
+    if not replace:
+        kept = all_kept()
         top, total = race.group_masses(xla.pad_to_group(kept), t)
         out = many.without_replacement(kept.T, None, keys, t, Elementwise(), top, total, None, num_samples=num_samples,
                                        vocab=vocab)
+        kept_total = race.mass_over(kept, t, jnp.int32(0)).total
+    else:
+        in_all = lambda: race_in(all_kept(), keys, t, vocab=vocab, num_samples=num_samples)[:2]  # noqa: E731
+        if num_samples is not None or prefix.leading is None:
+            out, won = in_all()
+        else:  # each row by its own way, whatever the others need: sums over other groups round otherwise
+            fits, in_groups = prefix.is_in_leading(), race_in_groups(x, prefix, keys, vocab=vocab)[:2]
+            out, won = lax.cond(jnp.all(fits), lambda: in_groups, lambda: either(fits, in_groups, in_all()))
+        kept_total = won.total
     if not with_log_probs:
         return out
-    all_of, kept_of = (race.mass_over(logits, t, jnp.int32(0)) for logits in (x, kept))
-    return with_tempered(with_model(out, model)[0], kept_of.total, all_of.top, all_of.total, t)
+    law = race.mass_over(x, t, jnp.int32(0))
+    return with_tempered(with_model(out, model)[0], kept_total, law.top, law.total, t)

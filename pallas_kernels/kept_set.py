@@ -4,7 +4,7 @@ The k largest tokens lie in the k groups with the largest maxima, and so do thos
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,6 +15,20 @@ from pallas_kernels.logits import inverse_temperature
 from pallas_kernels.whole_rows import in_rows, sums
 
 LEADING = 128  # groups searched instead of the whole row: those with the largest maxima
+
+
+class Leading(NamedTuple):
+    """The groups of each row with the largest maxima, largest first, `[rows, n]`."""
+
+    maxima: Any
+    groups: Any
+
+
+def leading_groups(x) -> Leading:
+    """Those of logits `[vocab, rows]`. Groups with a NaN lead, so that nobody overlooks it: a maximum may."""
+    seen = jnp.where(jnp.isnan(x), jnp.inf, jnp.where(x == 0.0, 0.0, x))  # `lax.top_k` tells -0.0 from 0.0
+    maxima = jnp.max(kept.grouped(seen, -jnp.inf), axis=1).T
+    return Leading(*kept.largest(maxima, min(LEADING, maxima.shape[1])))
 
 
 def fits(maxima, keys, mass: Any, everything: Any, top, total, t, filters: Filters):
@@ -33,12 +47,9 @@ def fits(maxima, keys, mass: Any, everything: Any, top, total, t, filters: Filte
     return in_count & in_mass
 
 
-def in_leading(x, weight, t, top, total, everything: Any, filters: Filters, otherwise) -> Kept:
-    """The end of the prefix kept by top_k and top_p, from the groups with the largest maxima, or if those do not do from
-    `otherwise()`."""
-    vocab = x.shape[0]
-    maxima = jnp.max(kept.grouped(kept.orderly(x), -jnp.inf), axis=1).T
-    best, chosen = kept.largest(maxima, min(LEADING, maxima.shape[1]))
+def in_leading(leading: Leading, x, weight, t, top, total, everything: Any, filters: Filters, otherwise) -> Kept:
+    """The end of the prefix kept by top_k and top_p, from the leading groups, or if those do not do from `otherwise()`."""
+    vocab, (best, chosen) = x.shape[0], leading
     ids, pick = kept.members(chosen, vocab)
     keys = kept.ordered_keys(pick(x, -jnp.inf))
     mass: Any = None if weight is None else kept.fixed_point(pick(weight, 0.0), total)
@@ -56,14 +67,15 @@ def in_leading(x, weight, t, top, total, everything: Any, filters: Filters, othe
         ones = Mass(jnp.ones_like(keys), jnp.zeros_like(keys))
         return kept.search(ones, masses, everything, filters, end_of, lambda mass: kept.add_up(mass, True))
 
-    if best.shape[1] == maxima.shape[1]:
+    if noise.GROUP * best.shape[1] >= vocab:
         return here()
     fit = fits(best, keys, mass, everything, top, total, t, filters) | ~jnp.isfinite(top)
     return lax.cond(jnp.all(fit), here, otherwise)
 
 
-def last_kept(x, t, top, filters: Filters) -> Kept:
-    """The end of the prefix kept by top_k and top_p, of processed logits `[vocab, rows]`."""
+def last_kept(x, t, top, filters: Filters) -> tuple[Kept, Leading | None]:
+    """The end of the prefix kept by top_k and top_p, of processed logits `[vocab, rows]`; and the leading groups, if they were
+    looked at and are not all."""
     vocab = x.shape[0]
     if filters.top_k is not None:
         filters = filters._replace(top_k=jnp.where(filters.top_k >= vocab, 0, filters.top_k))
@@ -77,20 +89,46 @@ def last_kept(x, t, top, filters: Filters) -> Kept:
             everything = of_all()
         else:  # of a row that top_k cuts, nobody asks for more than the mass of what it leaves
             everything = lax.cond(jnp.all(top_k > 0), lambda: Mass(top_k - top_k, top_k - top_k), of_all)
-    whole = functools.partial(in_rows, x, weight, t, top, total, everything, filters)
-    leading = functools.partial(in_leading, x, weight, t, top, total, everything, filters, whole)
+    row = x, weight, t, top, total, everything, filters
+    whole = functools.partial(in_rows, *row)
     if filters.top_k is not None or vocab <= noise.GROUP * LEADING:
-        return leading()
-    return lax.platform_dependent(cpu=whole, default=leading)  # for a mass alone a CPU is as fast on the whole row
+        leading = leading_groups(x)
+        return in_leading(leading, *row, whole), leading if vocab > noise.GROUP * LEADING else None
+    # For a mass alone a CPU is as fast on the whole row.
+    return lax.platform_dependent(cpu=whole, default=lambda: in_leading(leading_groups(x), *row, whole)), None
+
+
+class Prefix(NamedTuple):
+    """What the filters leave of each row: how to tell its tokens. Leaves `[rows]`, but for `leading`."""
+
+    t: Any
+    top: Any
+    end: Kept | None
+    min_p: Any
+    leading: Leading | None  # groups that hold all of it where its end lies above the least of their maxima
+
+    def has(self, x, ids):
+        """Which of the processed logits x, of the tokens `ids`, are in it; NaN ones are, to be seen later."""
+        out = x > -jnp.inf
+        if self.min_p is not None:
+            out &= kept.is_above(x, self.t, self.top, self.min_p)
+        if self.end is not None:
+            out &= kept.is_kept(kept.ordered_keys(x), ids, self.end)
+        return out | jnp.isnan(x)
+
+    def is_in_leading(self):
+        """Whether the leading groups hold all of it: none beyond them has its last token's logit."""
+        return self.end.key > kept.ordered_keys(self.leading.maxima[:, -1])
+
+
+def prefix_of(x, t, filters: Filters) -> Prefix:
+    """That of processed logits `[vocab, rows]`."""
+    top, end, leading = jnp.max(x, axis=0), None, None
+    if filters.top_k is not None or filters.top_p is not None:
+        end, leading = last_kept(x, t, top, filters)
+    return Prefix(t, top, end, filters.min_p, leading)
 
 
 def kept_set(x, t, filters: Filters):
     """bool `[vocab, rows]`: the tokens of the processed logits x that the filters leave; NaN logits stay, to be seen later."""
-    top = jnp.max(x, axis=0)
-    out = x > -jnp.inf
-    if filters.min_p is not None:
-        out &= kept.is_above(x, t, top, filters.min_p)
-    if filters.top_k is not None or filters.top_p is not None:
-        ids = lax.broadcasted_iota(jnp.int32, x.shape, 0)
-        out &= kept.is_kept(kept.ordered_keys(x), ids, last_kept(x, t, top, filters))
-    return out | jnp.isnan(x)
+    return prefix_of(x, t, filters).has(x, lax.broadcasted_iota(jnp.int32, x.shape, 0))

@@ -153,11 +153,15 @@ def merge(race: Race, t) -> Race:
     return Race(*best_score(race.high, race.low, race.winner), *mass_of(race.top, race.total, t))
 
 
-def groups_of(top, total, keys, sample, t, start) -> Race:
-    """The race of every group alone, `[groups, rows]`, from its mass; the first id is `start`."""
-    first_ids = start + noise.GROUP * lax.broadcasted_iota(jnp.int32, top.shape, 0)
+def groups_at(first_ids, top, total, keys, sample, t) -> Race:
+    """The race of every group alone, `[groups, rows]`, from its mass and its first id."""
     high, low = scores(top, total, group_noise(keys, sample, first_ids), t)
     return Race(high, low, first_ids, top, total)
+
+
+def groups_of(top, total, keys, sample, t, start) -> Race:
+    """`groups_at` of consecutive groups, of which the first begins at the id `start`."""
+    return groups_at(start + noise.GROUP * lax.broadcasted_iota(jnp.int32, top.shape, 0), top, total, keys, sample, t)
 
 
 def race_of(x, keys, sample, t, start) -> Race:

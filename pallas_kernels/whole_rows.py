@@ -69,13 +69,14 @@ def end_in_rows(x, measure: Measure, base: Mass, target: Mass, low, top) -> Kept
     """`end_of_prefix` of all tokens `[vocab, rows]`, which measure `base`, when none below `low` is needed."""
     vocab, lowest, over = x.shape[0], kept.ordered_keys(low), kept.ordered_keys(top) + 1
     everything, spare = (kept.as_float(m) / measure.unit for m in (base, kept.minus(base, target)))
-    low, high, is_below = narrowed(measure, everything, spare, low, top)
-    low, high = kept.ordered_keys(low), jnp.where(is_below, kept.ordered_keys(high), over)
-    beyond_high = lambda x, values: tuple(jnp.where(kept.ordered_keys(x) >= high, m, 0) for m in measure.mass(values))  # noqa: E731
+    from_logit, to_logit, is_below = narrowed(measure, everything, spare, low, top)
+    to_logit = jnp.where(is_below, to_logit, jnp.inf)
+    low, high = kept.ordered_keys(from_logit), jnp.where(is_below, kept.ordered_keys(to_logit), over)
+    beyond_high = lambda x, values: tuple(jnp.where(x >= to_logit, m, 0) for m in measure.mass(values))  # noqa: E731
     above = kept.carried(*sums(beyond_high, x, measure.values))
     groups = kept.grouped(x, -jnp.inf)
-    parts = (kept.ordered_keys(groups[:, i]) for i in range(noise.GROUP))
-    undecided = functools.reduce(jnp.logical_or, ((keys >= low) & (keys < high) for keys in parts))
+    parts = (groups[:, i] for i in range(noise.GROUP))
+    undecided = functools.reduce(jnp.logical_or, ((part >= from_logit) & (part < to_logit) for part in parts))
     undecided = lax.optimization_barrier(undecided.astype(jnp.float32))  # made once, before it is turned
     few = min(UNDECIDED, undecided.shape[0])
     few_ids, pick = kept.members(kept.largest(undecided.T, few)[1], vocab)

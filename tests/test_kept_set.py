@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import gumbeljax
+from pallas_kernels import filtered
 from pallas_kernels.kept import Filters, ordered_keys
-from pallas_kernels.kept_set import LEADING, kept_set
+from pallas_kernels.kept_set import LEADING, Prefix, kept_set, prefix_of
+from pallas_kernels.logits import Elementwise
 from pallas_kernels.whole_rows import UNDECIDED
 from tests import filter_oracle as oracle
 from tests import heads, knobs, oracles
@@ -215,3 +217,47 @@ def test_a_wide_top_k_does_not_wrap():
     h, w = heads.pinned_head(np.arange(10.0), rows=2)
     for k in (np.full(2, 2**32 + 1), np.full(2, 2**31, np.uint32), np.full(2, 2**32 - 1, np.uint32), np.int64(2**40)):
         assert np.asarray(gumbeljax.kept_tokens(h, w, top_k=k)).all(), k
+
+
+def race_case():
+    """Rows whose kept sets lie in the leading groups, and rows whose do not, or that have no law."""
+    vocab, rng = 4992, np.random.default_rng(4)
+    logits = np.round(rng.normal(size=(7, vocab)) * 64) / 32
+    logits[1] = np.where(np.arange(vocab) % 16 == 3, 4.0, logits[1] / 8)  # the maxima of all groups are tied
+    groups = logits.reshape(7, -1, 16).max(2)
+    logits[2, 16 * np.argmin(groups[2])] = np.nan
+    logits[3, 4991], logits[4] = np.inf, -np.inf
+    filters = Filters(jnp.array([50, 400, 50, 50, 50, 0, 2000], jnp.int32), None, jnp.full(7, 1e-3))
+    return logits.astype(np.float32), filters
+
+
+def raced(logits, filters):
+    _, words = heads.keys_of(2, len(logits))
+    return jax.jit(lambda x: filtered.draw(x, None, tuple(words.T), jnp.ones(len(logits)), Elementwise(), filters,
+                                           vocab=logits.shape[1], with_log_probs=True))(logits), words
+
+
+def test_the_race_in_the_leading_groups_is_that_in_all():
+    logits, filters = race_case()
+    prefix = prefix_of(jnp.asarray(logits.T), jnp.ones(len(logits)), filters)
+    np.testing.assert_array_equal(prefix.is_in_leading(), [True, False, True, False, False, False, False])
+    out, words = raced(logits, filters)
+    kept = np.asarray(kept_set(jnp.asarray(logits.T), jnp.ones(len(logits)), filters)).T
+    lawful = np.array([True, True, False, False, False, True, True])
+    np.testing.assert_array_equal(out.token[~lawful], -1)
+    heads.assert_pathwise(out.token[lawful], np.where(kept, logits, -np.inf)[lawful], words[lawful])
+    for i in np.flatnonzero(lawful):
+        mass, everything = (np.exp(logits[i].astype(np.float64))[chosen].sum() for chosen in (kept[i], slice(None)))
+        np.testing.assert_allclose(out.processed_log_prob[i], logits[i, out.token[i]] - np.log(mass), atol=2e-6)
+        np.testing.assert_allclose(out.log_kept_mass[i], np.log(mass / everything), atol=4e-6)
+
+
+def test_gate_sees_a_race_in_too_few_groups(monkeypatch):
+    """Where the kept set ends below the maxima of other groups; and a NaN that does not make its group lead."""
+    case = race_case()
+    want = raced(*case)[0].token
+    monkeypatch.setattr(Prefix, "is_in_leading", lambda self: self.top < jnp.inf)
+    assert raced(*case)[0].token[1] != want[1]
+    monkeypatch.undo()
+    monkeypatch.setattr(jnp, "isnan", lambda x: jnp.zeros_like(x, bool))
+    assert raced(*case)[0].token[2] != -1 == want[2]

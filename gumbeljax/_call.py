@@ -141,9 +141,9 @@ def choose_implementation(h: ArrayLike, w: ArrayLike, implementation: str | Tuni
     """The implementation that `sample(h, w, key, ...)` runs with these arguments: "xla", "triton" or "mosaic".
 
     None chooses: what was measured to be fastest for this shape and device, where the package has a measurement; else, by
-    rule, on an NVIDIA GPU "mosaic" where it can run (Hopper, 16-bit floats, no `logit_bias`, `mask`, `processors` or filters),
-    else "triton" where that can; "xla" everywhere else. A named one is returned if it can
-    run here.
+    rule, on an NVIDIA GPU "mosaic" where it can run (Hopper, one token per row, 16-bit floats, no `logit_bias`, `mask`,
+    `processors` or filters; a `w` of 8 bits from 17 rows on), else "triton" where that can; "xla" everywhere else. A named one
+    is returned if it can run here.
 
     Args:
       h, w, implementation, num_samples, options: as `sample`.

@@ -1,6 +1,6 @@
 """Draw tokens from `softmax(h @ w.T)` without writing the logits.
 
-Options shared by the functions of this file and of `gumbeljax.scoring`:
+Options shared by the functions of this file and of `gumbeljax.scoring`::
 
   temperature: number or `[*batch]`, finite and >= 0. The law is `softmax(l / temperature)`; 0 is greedy for that row
     (so is anything below 2^-100). Traced; rows may differ.

@@ -127,6 +127,9 @@ def prepare_logits(logits, *, temperature=1.0, top_k=None, top_p=None, min_p=Non
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must be [*batch, vocab] with at least one token; got shape {list(logits.shape)}: "
                          "put the vocabulary on the last axis.")
+    if axes := _mesh.explicit_axes(logits, -1):
+        raise ValueError(f"logits must be whole along the vocabulary; got some that are cut over {_mesh.quoted(axes)} there: "
+                         "gather them with jax.reshard.")
     batch_shape, width = logits.shape[:-1], logits.shape[-1]
     vocab = _checks.vocabulary(valid_vocab, width)
     config = Config("xla", _implementation.device_facts(logits), vocab, 0, None, None, None)

@@ -127,6 +127,9 @@ def prepare_logits(logits, *, temperature=1.0, top_k=None, top_p=None, min_p=Non
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must be [*batch, vocab] with at least one token; got shape {list(logits.shape)}: "
                          "put the vocabulary on the last axis.")
+    if axes := _mesh.explicit_axes(logits, -1):
+        raise ValueError(f"logits must be whole along the vocabulary; got some that are cut over {_mesh.quoted(axes)} there: "
+                         "gather them with jax.reshard.")
     batch_shape, width = logits.shape[:-1], logits.shape[-1]
     vocab = _checks.vocabulary(valid_vocab, width)
     config = Config("xla", _implementation.device_facts(logits), vocab, 0, None, None, None)
@@ -141,9 +144,9 @@ def choose_implementation(h: ArrayLike, w: ArrayLike, implementation: str | Tuni
     """The implementation that `sample(h, w, key, ...)` runs with these arguments: "xla", "triton" or "mosaic".
 
     None chooses: what was measured to be fastest for this shape and device, where the package has a measurement; else, by
-    rule, on an NVIDIA GPU "mosaic" where it can run (Hopper, 16-bit floats, no `logit_bias`, `mask`, `processors` or filters),
-    else "triton" where that can; "xla" everywhere else. A named one is returned if it can
-    run here.
+    rule, on an NVIDIA GPU "mosaic" where it can run (Hopper, one token per row, 16-bit floats, no `logit_bias`, `mask`,
+    `processors` or filters; a `w` of 8 bits from 17 rows on), else "triton" where that can; "xla" everywhere else. A named one
+    is returned if it can run here.
 
     Args:
       h, w, implementation, num_samples, options: as `sample`.

@@ -34,6 +34,15 @@ def quoted(names) -> str:
     return ", ".join(map(repr, sorted(names)))
 
 
+def explicit_axes(x, axis: int) -> tuple[str, ...]:
+    """The explicit mesh axes that cut an axis of x, as its type says."""
+    sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
+    if sharding is None or not sharding.spec:
+        return ()
+    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    return tuple(name for name in names_of(sharding.spec[axis]) if kinds[name] == jax.sharding.AxisType.Explicit)
+
+
 def is_checked(axis: str) -> bool:
     """Whether types say what varies over this axis: inside a `shard_map` that was not given `check_vma=False`."""
     return axis in varying(lax.axis_index(axis))

@@ -88,11 +88,11 @@ def load_tuning(path: str | Path) -> Tuning:
       ValueError: the file is not such a table.
       OSError: it is not there, or cannot be read.
 
-    >>> import tempfile, gumbeljax
+    >>> import tempfile, jax.numpy as jnp, gumbeljax
     >>> with tempfile.NamedTemporaryFile(suffix=".json") as file:
     ...     gumbeljax.save_tuning(gumbeljax.Tuning(), file.name)
     ...     tuning = gumbeljax.load_tuning(file.name)
-    >>> gumbeljax.choose_implementation(jax.numpy.ones(16), jax.numpy.ones((32, 16)), tuning)
+    >>> gumbeljax.choose_implementation(jnp.ones(16), jnp.ones((32, 16)), tuning)
     'xla'
     """
     try:

@@ -130,6 +130,7 @@ def autotune(h, w, path: str | Path | None = None, *, vocab_axis: int = 0, round
       h: `[*batch, d_model]`, on the device to tune for; its values do not matter, but must be finite.
       w: output table `[vocab, d_model]` (see `vocab_axis`), or a `gumbeljax.QuantizedHead`.
       path: a file; the choice is put into the table that is there, which is made if it is not. None: nothing is written.
+      vocab_axis: as in `gumbeljax.sample`.
       rounds: turns that each of the best candidates takes.
       command: said in the file, if not empty: how the table was made.
 

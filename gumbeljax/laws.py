@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gumbeljax import _checks
+from gumbeljax import _checks, _mesh
 from gumbeljax._call import Config, Operands, plain_broadcasting, prepare
 from gumbeljax._typing import Array, ArrayLike
 from pallas_kernels import filtered, noise, race, xla
@@ -26,6 +26,9 @@ def _prepare(h, w, vocab_axis: int, options: dict) -> tuple[Operands, Config, tu
     if config.axis_name:
         raise NotImplementedError(f"axis_name must be None or () for a law over the whole vocabulary; got {config.axis_name}: "
                                   "gather w, or ask log_prob for single tokens.")
+    if axes := _mesh.explicit_axes(_checks.table_of(w), config.vocab_axis):
+        raise NotImplementedError(f"w must be whole for a law over the whole vocabulary; got one that is cut over "
+                                  f"{_mesh.quoted(axes)}: gather it with jax.reshard, or ask log_prob for single tokens.")
     return operands, config, batch_shape
 
 

@@ -55,12 +55,12 @@ def count_tokens(prompt: ArrayLike, vocab: int, *, lengths: ArrayLike | None = N
     """The counts of a request that has generated nothing yet.
 
     Args:
-      prompt: int `[*batch, n]`; ids outside `[0, vocab)`, such as a -1 that fills a row up, are nothing.
+      prompt: int `[*batch, n]`; -1, which fills a row up, is nothing, and so is a traced id outside the vocabulary.
       vocab: the number of tokens of the head (the width of `w`).
       lengths: int `[*batch]`, how many of each row's tokens are the prompt; the rest is nothing.
 
     Raises:
-      ValueError: a known id is `vocab` or more.
+      ValueError: a known id is `vocab` or more, or below -1.
 
     >>> import jax.numpy as jnp
     >>> count_tokens(jnp.array([[3, 3], [1, 0]]), vocab=4, lengths=jnp.array([2, 1])).in_prompt.astype(int).tolist()

@@ -1,6 +1,6 @@
 """Draw tokens from `softmax(h @ w.T)` without writing the logits.
 
-Options shared by the functions of this file and of `gumbeljax.scoring`:
+Options shared by the functions of this file and of `gumbeljax.scoring`::
 
   temperature: number or `[*batch]`, finite and >= 0. The law is `softmax(l / temperature)`; 0 is greedy for that row
     (so is anything below 2^-100). Traced; rows may differ.
@@ -96,6 +96,10 @@ def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mo
     if config.axis_name and method != "grouped":
         raise NotImplementedError(f"axis_name is for method='grouped'; got method={method!r}: leave method out, or call "
                                   "gumbeljax.sample_sharded on a mesh of auto axes, which XLA partitions.")
+    if method == "categorical" and (axes := _mesh.explicit_axes(operands.w, config.vocab_axis)):
+        raise NotImplementedError("method='categorical' on a cut vocabulary is partitioned by XLA, over auto axes; got a w "
+                                  f"that is cut over explicit {_mesh.quoted(axes)}: call gumbeljax.sample_sharded on a mesh of "
+                                  "auto axes, or leave method out.")
     _mesh.check_rows(operands.h, key, row_offset, config.axis_name,
                      None if operands.w is not None else "one key per row, sharded like logits")
     rows = operands.h.shape[0]

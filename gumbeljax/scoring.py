@@ -144,9 +144,10 @@ def log_prob(h: ArrayLike, w: ArrayLike, tokens: ArrayLike, *, temperature: Arra
     """`log softmax((h @ w.T + logit_bias) / temperature)[tokens]`; without filters the logits are never written to memory.
 
     Exact up to the rounding of float32 sums. The options say which law: with none it is the model's own, with bias,
-    processors, mask or temperature the tempered one, with top_k, top_p or min_p the processed one, renormalised over the kept
-    set. It can be differentiated with respect to h, w, logit_bias and (above 1e-18) temperature: the backward pass makes the
-    logits again, block by block. Under filters the logits are stored, and the kept set is a constant.
+    processors, mask or temperature the tempered one, with top_k, top_p or min_p the processed one, renormalised over the
+    kept set. It can be differentiated in reverse mode with respect to h, w, logit_bias, penalties, bias_values and (above
+    1e-18) temperature: the backward pass makes the logits again, block by block. Under filters the logits are stored, and
+    the kept set is a constant.
 
     Args:
       h: hidden states `[*batch, d_model]`; bfloat16, float16 or float32.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from gumbeljax.cli.arguments import Parser, add_model, add_sampling, count, sampling_options, seed
 
 DESCRIPTION = """\
-Time the decode loop: time per output token (TPOT) and throughput at several batch sizes, as a table and a plot.
+Time the decode loop: time per output token (TPOT) and throughput at several batch sizes, as a table, and with --plot as a plot.
 TPOT = (t(new tokens) - t(few)) / (new tokens - few): prompts and fixed costs cancel. Without --shape the model is real."""
 
 EPILOG = """\

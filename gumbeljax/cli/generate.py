@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gumbeljax.cli.arguments import (
+    KNOBS,
     Parser,
     add_model,
     add_sampling,
@@ -121,9 +122,9 @@ def parse_line(line: str, number: int, allowed: dict[str, Any]) -> Prompt:
     text = fields.pop("prompt")
     for name in fields:
         if name not in allowed:
+            way_out = f"pass --{name.replace('_', '-')} for the lines without it" if name in KNOBS else "leave it out"
             raise ValueError(
-                f"line {number} must have fields of the help text and sampling options given as flags, got {name!r}; "
-                f"pass --{name.replace('_', '-')} for the lines without it"
+                f"line {number} must have fields of the help text and sampling options given as flags, got {name!r}; {way_out}"
             )
     if any(not isinstance(value, int | float) or isinstance(value, bool) for value in fields.values()):
         raise ValueError(f"line {number} must have numbers as sampling options, got {fields}; fix it")

@@ -173,6 +173,7 @@ def generate(
     *,
     lengths: ArrayLike | None = None,
     max_new_tokens: int | Sequence[int],
+    max_length: int | None = None,
     pad_token: int = 0,
     prefill_size: int | None = None,
     shares_prefix: bool = True,
@@ -190,10 +191,11 @@ def generate(
       params: its parameters, a pytree; passed to ``jit`` as an argument.
       w: the head ``[vocab, d_model]``, or what ``sample_fn`` takes.
       prompts: ``int32[batch, width]``, shorter ones padded at the right with anything.
-      cache: an empty cache with at least ``width + max_new_tokens`` slots per row; consumed.
+      cache: an empty cache with at least ``max_length`` slots per row; consumed.
       key: one key (row ``i`` gets ``fold_in(key, i)``) or an array of ``batch`` request keys.
       lengths: ``int32[batch]``, real tokens of each prompt; default ``width`` for all.
       max_new_tokens: most tokens to draw, one number or one per row.
+      max_length: prompt plus output that a row may reach, with a later ``resume``; default ``width + max_new_tokens``.
       min_new_tokens: no end token before so many tokens of output, one number or one per row (0).
       eos_tokens: ids that end a row, ``[n]``, or ``[batch, n]`` padded with -2; the id itself is kept.
       stop: strings that end a row; the tokens that spell the first of them are kept. Looked for between chunks.
@@ -225,9 +227,10 @@ def generate(
     """
     if is_concrete(prompts):
         prompts = whole_numbers(prompts, "prompts")
-    max_length = (np.shape(prompts) or (0,))[-1] + int(np.max(max_new_tokens, initial=0))
+    least = (np.shape(prompts) or (0,))[-1] + int(np.max(max_new_tokens, initial=0))
     state = prefill(
-        decode_fn, params, prompts, cache, max_length=max_length, lengths=lengths, pad_token=pad_token,
-        prefill_size=prefill_size, shares_prefix=shares_prefix, vocab=known_vocab(w, options.get("sample_fn", sample)),
+        decode_fn, params, prompts, cache, max_length=least if max_length is None else max_length, lengths=lengths,
+        pad_token=pad_token, prefill_size=prefill_size, shares_prefix=shares_prefix,
+        vocab=known_vocab(w, options.get("sample_fn", sample)),
     )  # fmt: skip
     return resume(decode_fn, params, w, state, key, max_new_tokens=max_new_tokens, pad_token=pad_token, **options)

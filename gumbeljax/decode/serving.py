@@ -289,7 +289,7 @@ def _serve(rows: _Rows, requests, text_fn, shares_prefix, prefill_size, num_step
     waiting: deque[tuple[int, Request]] = deque()
     while True:
         while True:
-            for index, request in islice(requests, rows.batch - len(waiting)):
+            for index, request in islice(requests, rows.seats.count(None) - len(waiting)):
                 waiting.append((index, rows.checked(index, request, text_fn)))
             if not rows.admit(waiting, shares_prefix, prefill_size):
                 break

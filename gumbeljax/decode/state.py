@@ -15,7 +15,7 @@ class DecodeState(NamedTuple):
     tokens: jax.Array  # int32[batch, max_length]: prompt, output, then pad
     lengths: jax.Array  # int32[batch]: how many of them are real
     prompt_lengths: jax.Array  # int32[batch]: how many of those are the prompt
-    is_finished: jax.Array  # bool[batch]: the row has drawn an end token
+    is_finished: jax.Array  # bool[batch]: the row has ended, but not by its length
     h: jax.Array  # [batch, d_model]: hidden state of the last token, from which the next one is drawn
     cache: Any  # the model's cache; has seen every real token
 

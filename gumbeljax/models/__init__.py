@@ -44,7 +44,7 @@ class LoadedModel(NamedTuple):
 
 
 def load(path: str | Path, *, dtype=jnp.float32) -> LoadedModel:
-    """Load a model of the Llama family (Llama, SmolLM2, Qwen2, Qwen3) and its tokenizer.
+    """Load a model of the Llama family (Llama, Mistral, SmolLM2, Qwen2, Qwen3) and its tokenizer.
 
     Args:
       path: a ``.gguf`` file, or a Hugging Face folder with ``config.json``, ``*.safetensors`` and ``tokenizer.json``.

@@ -1,4 +1,4 @@
-"""A decoder of the Llama family in Flax NNX: Llama, SmolLM2, Qwen2 (q/k/v bias) and Qwen3 (q/k norm).
+"""A decoder of the Llama family in Flax NNX: Llama, Mistral (window), SmolLM2, Qwen2 (q/k/v bias) and Qwen3 (q/k norm).
 
 Attribute names are those of Hugging Face checkpoints, so a parameter's path is its name in the file. Layers are
 separate modules with one array each and the forward pass unrolls them: on a CPU a scan over stacked layers copies

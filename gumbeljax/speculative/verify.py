@@ -154,7 +154,7 @@ def verify_chains(target: Law, draft: Law, draft_tokens: ArrayLike, key: Key, *,
                   draft_lens: ArrayLike | None = None) -> ChainsVerification:
     """`verify` for several chains drafted independently from one prefix: more is accepted, and the law is still the target's.
 
-    Exact in distribution. At the first position all N chains are rejected with probability R_N (module docstring) in place
+    Exact in distribution. At the first position all N chains are rejected with probability R_N (docs/speculative.md) in place
     of R_1, the total variation distance of p and q; `chains_acceptance` says what to expect. With one chain it is `verify`,
     token for token. Each chain beyond the first costs one more pass over both tables.
 

@@ -115,6 +115,7 @@ def test_bad_arguments_get_one_sentence_and_exit_code_2(capsys, arguments, match
         ("{oops", "line 1 must be a JSON object"),
         ('{"text": "a"}', "line 1 must have a text in the field prompt, got None"),
         ('{"prompt": "a", "top_k": 3}', "got 'top_k'; pass --top-k for the lines without it"),
+        ('{"prompt": "a", "topk": 3}', "got 'topk'; leave it out"),
         ('{"prompt": "a", "temperature": "hot"}', "line 1 must have numbers as sampling options"),
         ('{"prompt": "a", "temperature": -1}', "temperature of line 1 must be a number of at least 0, got -1; fix it"),
         ('{"prompt": "a", "temperature": NaN}', "temperature of line 1 must be a number of at least 0, got nan; fix it"),

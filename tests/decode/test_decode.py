@@ -110,6 +110,20 @@ def test_stopping_and_resuming_gives_the_same_tokens(llama, chunk_size, split):
         assert kept == prompt + whole.tokens[i].tolist()
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_what_generate_leaves_room_for_is_resumed(llama, paged):
+    model, decode_fn, params, w = llama
+    tokens, lengths = padded(PROMPTS)
+    cache = (model.init_paged_cache if paged else model.init_cache)(4, WIDTH + 12)
+    first = generate(decode_fn, params, w, tokens, cache, KEY, lengths=lengths, max_new_tokens=5, max_length=WIDTH + 12)
+    more = resume(decode_fn, params, w, first.state, KEY, max_new_tokens=7)
+    both = np.concatenate([first.tokens, more.tokens], axis=1)
+    np.testing.assert_array_equal(both, run(llama, PROMPTS, KEY, num_tokens=12).tokens)
+    for bad in (WIDTH - 1, WIDTH + 4):
+        with pytest.raises(ValueError, match=r"raise (it|max_length)\.$"):
+            generate(decode_fn, params, w, tokens, model.init_cache(4, 32), KEY, max_new_tokens=5, max_length=bad)
+
+
 def counting_model(vocab=32):
     """A model that says n + 1 after n: its hidden state is the one-hot of the next token."""
 

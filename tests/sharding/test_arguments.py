@@ -134,6 +134,27 @@ def test_other_arguments_in_the_wrong_place():
                       out_specs=P())(h, w, keys)
 
 
+def test_what_needs_the_whole_vocabulary_refuses_explicit_axes_too():
+    h, w, _ = head()
+    mesh = meshes.mesh_of((2, 4), kind=jax.sharding.AxisType.Explicit)
+    cut = jax.device_put(w, jax.NamedSharding(mesh, P("tp")))
+    whole = {"w must be whole for a law": (gumbeljax.kept_tokens, gumbeljax.processed_log_probs,
+                                           functools.partial(gumbeljax.top_log_probs, num=2)),
+             "method='categorical' on a cut": (
+                 functools.partial(gumbeljax.sample, key=jax.random.key(0), method="categorical"),)}
+    for sentence, functions in whole.items():
+        for fn in functions:
+            for call in (fn, jax.jit(fn)):
+                with pytest.raises(NotImplementedError, match=rf"^{sentence} .*; got .*cut over .*'tp': "):
+                    call(h, cut)
+    logits = jax.device_put(h @ w.T, jax.NamedSharding(mesh, P("data", "tp")))
+    refuses(r"^logits must be whole along the vocabulary; got some that are cut over 'tp'", gumbeljax.sample_logits, logits,
+            jax.random.key(0))
+    rows = jax.device_put(h @ w.T, jax.NamedSharding(mesh, P("data")))
+    np.testing.assert_array_equal(gumbeljax.sample_logits(rows, jax.random.key(0)),
+                                  gumbeljax.sample_logits(h @ w.T, jax.random.key(0)))
+
+
 def test_what_shards_do_not_do_yet_is_refused():
     h, w, keys = head()
     draw = functools.partial(gumbeljax.sample_sharded, mesh=meshes.mesh_of((4,), ("tp",)), axis_name="tp")

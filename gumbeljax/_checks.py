@@ -183,10 +183,9 @@ def per_token(x, name: str, batch_shape: tuple[int, ...], width: int, vocab: int
         return None
     if isinstance(x, Mapping) and dtype == jnp.float32:
         x = dense_bias(x, name, width, vocab)
-    if dtype == jnp.bool_:
-        x = as_array(checked_mask(x, name), name)
-        if x.dtype != jnp.bool_:
-            return unpacked_bits(x, name, batch_shape, width)[..., :vocab]
+    x = as_array(checked_mask(x, name) if dtype == jnp.bool_ else x, name)
+    if dtype == jnp.bool_ and x.dtype != jnp.bool_:
+        return unpacked_bits(x, name, batch_shape, width)[..., :vocab]
     if dtype == jnp.float32:
         x = float_array(x, name).astype(jnp.float32)
     if x.ndim == 0 or x.shape[-1] != width:
@@ -198,10 +197,11 @@ def per_token(x, name: str, batch_shape: tuple[int, ...], width: int, vocab: int
     return x.reshape(-1, width)[:, :vocab] if x.ndim > 1 else x[:vocab]
 
 
-def checked_mask(x, name: str):
+def checked_mask(x: Any, name: str) -> Any:
     """A mask, bool or packed in words of 32 bits; lists as an array."""
-    if not hasattr(x, "dtype"):
-        x = listed(x, name) if isinstance(x, list | tuple) else as_array(x, name)
+    if isinstance(x, list | tuple):
+        return checked_mask(listed(x, name), name)
+    x = x if hasattr(x, "dtype") else as_array(x, name)
     if x.dtype not in (jnp.bool_, jnp.uint32, jnp.int32):  # of 64 bits jax would cut half off
         packed = f", or np.asarray({name}, np.uint32) for packed bits" if x.dtype in (np.int64, np.uint64) else ""
         raise TypeError(f"{name} must be boolean, True for allowed tokens, or packed bits in uint32; got dtype {x.dtype}: "

@@ -133,7 +133,8 @@ def options_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
         value = config.get(name)
         is_off = value is None or value == off or (isinstance(value, Sized) and not value)  # no words is no rule
         if not is_off:
-            raise NotImplementedError(f"{name} must be {off!r}, since gumbeljax does not offer it; got {value!r}: leave it out.")
+            raise NotImplementedError(f"{name} must be {off!r}, since gumbeljax does not offer it; got {value!r}: leave it "
+                                      "out.")
     out: dict[str, Any] = {}
     if not config.get("do_sample", False):
         out["temperature"] = 0.0

@@ -72,7 +72,8 @@ def on_mesh(fn: Callable, *, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
     if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh | None):
         raise TypeError(f"mesh must be a jax.sharding.Mesh or None; got {type(mesh).__name__}: make one with jax.make_mesh.")
     if any(p.kind == p.VAR_KEYWORD for p in inspect.signature(fn).parameters.values()):
-        raise TypeError(f"fn must be gumbeljax.sample, sample_with_log_probs, greedy or log_prob; got {fn}: gather w for others.")
+        raise TypeError(f"fn must be gumbeljax.sample, sample_with_log_probs, greedy or log_prob; got {fn}: gather w for other "
+                        "functions.")
 
     def call(h, w, *args, **options):
         context = jax.sharding.get_abstract_mesh()

@@ -59,7 +59,7 @@ def model_logits(x, scale, soft_cap, weight_scale=None):
 
 def made_once(x):
     """A product that XLA is not to make again where it is used. What it fuses it makes twice: rounded, and with what is taken
-    from it as a fused multiply-add. The largest logit would then not be the top of its row, by a last bit that is divided by T."""
+    from it as a fused multiply-add. The largest logit would then miss the top of its row by a last bit, which T divides."""
     return lax.optimization_barrier(x)
 
 

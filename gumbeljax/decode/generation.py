@@ -120,7 +120,7 @@ def resume(
     most = int(room.max(initial=0))
     keys = request_keys(key, batch)
     min_lengths = state.prompt_lengths + jnp.asarray(least) if least.any() else None
-    ends = whole_numbers(eos_tokens, "eos_tokens") if is_concrete(eos_tokens) or eos_tokens is None else eos_tokens
+    ends: Any = whole_numbers(eos_tokens, "eos_tokens") if is_concrete(eos_tokens) or eos_tokens is None else eos_tokens
     if ends.ndim > 1 and (ends.ndim > 2 or len(ends) != batch):
         raise ValueError(f"eos_tokens must be [n] or {[batch, 'n']}, got shape {list(ends.shape)}; give every row its own.")
     rules = Rules(jnp.asarray(start + room, jnp.int32), min_lengths, jnp.asarray(ends, jnp.int32))

@@ -39,7 +39,7 @@ def init_contiguous(
     >>> len(cache.keys), cache.keys[0].shape
     (2, (3, 16, 1, 4))
     """
-    sizes = {"num_layers": num_layers, "batch": batch, "max_length": max_length, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    sizes = dict(num_layers=num_layers, batch=batch, max_length=max_length, num_kv_heads=num_kv_heads, head_dim=head_dim)
     for name, size in sizes.items():
         _checks.count(size, name, "raise it")
     return ContiguousCache(*zeros((batch, max_length, num_kv_heads, head_dim), num_layers, dtype))

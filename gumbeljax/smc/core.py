@@ -159,7 +159,7 @@ def resample(state: State, key: Key, *, resample_fn: Callable = systematic, thre
     size = ess(state.log_weights, mask=state.mask)
     num_alive = jnp.sum(state.mask, axis=-1)
     share = _checks.per_row(threshold, "threshold", size.shape).reshape(size.shape)
-    if _checks.is_concrete(threshold) and np.any(np.isnan(np.asarray(threshold, np.float64))):
+    if not any(map(_checks.is_traced, jax.tree.leaves(threshold))) and np.any(np.isnan(np.asarray(threshold, np.float64))):
         raise ValueError(f"threshold must be a number; got {threshold}: pass 0 for never, 1 for always.")
     due = size < share * num_alive  # never where the ESS is NaN
     own = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), shape)

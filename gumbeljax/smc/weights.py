@@ -65,9 +65,10 @@ def cut_tokens(tokens: ArrayLike, is_done: ArrayLike, remaining: ArrayLike, *, e
     remaining = jnp.broadcast_to(_checks.as_ids(remaining), is_done.shape)
     is_end = jnp.zeros(tokens.shape, bool)
     if eos is not None:
-        if not _checks.is_integral(eos := _checks.listed(eos, "eos")):
-            raise TypeError(f"eos must be integers; got {eos.dtype}: pass token ids.")
-        is_end = jnp.isin(tokens, _checks.as_ids(eos))
+        ends = _checks.listed(eos, "eos")
+        if not _checks.is_integral(ends):
+            raise TypeError(f"eos must be integers; got {ends.dtype}: pass token ids.")
+        is_end = jnp.isin(tokens, _checks.as_ids(ends))
     ended_before = jnp.cumsum(is_end, axis=-1) - is_end > 0
     in_time = jnp.arange(tokens.shape[-1]) < remaining[..., None]
     kept = ~is_done[..., None] & ~ended_before & in_time
@@ -79,8 +80,8 @@ def _alpha(alpha: ArrayLike, shape: tuple[int, ...]) -> Array:
     """Checked float32 alpha of that shape, or one: known ones are positive and finite, others make a NaN."""
     out = _checks.as_array(alpha, "alpha").astype(jnp.float32)
     if out.shape not in ((), shape):
-        raise ValueError(f"alpha must be one number or {list(shape)}, one for each sequence; got {list(out.shape)}: repeat it for "
-                         "its particles.")
+        raise ValueError(f"alpha must be one number or {list(shape)}, one for each sequence; got {list(out.shape)}: repeat it "
+                         "for its particles.")
     if not any(map(_checks.is_traced, jax.tree.leaves(alpha))):
         given = np.asarray(alpha, np.float32).reshape(-1)
         if np.any(bad := ~((given > 0) & (given < np.inf))):

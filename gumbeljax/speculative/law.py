@@ -19,7 +19,7 @@ class Law(NamedTuple):
     """`softmax(l / temperature)` at every position, `l` from hidden states and an output table, or given.
 
     `h` is `[*batch, positions, d_model]` with `w` as in `gumbeljax.sample`, or, with `w=None`, the logits
-    `[*batch, positions, vocab]` themselves (scaled and capped already). All other options are those of `gumbeljax.sample`, with
+    `[*batch, positions, vocab]` themselves (scaled and capped already, and no `implementation` to name). All other options are those of `gumbeljax.sample`, with
     the same order of processing. An option over rows may be given once, for each request `[*batch, ...]`, which repeats it for
     the request's positions, or for each position `[*batch, positions, ...]`: that is where penalties differ, since a position
     has the drafted tokens before it in its counts (`position_counts`).
@@ -143,7 +143,8 @@ def check_drafts(draft_tokens: ArrayLike, draft_lens: ArrayLike | None, shape: t
                          f"[*batch, {'chains, ' * chains}draft_len + 1]; got {list(tokens.shape)} and {list(shape)}: the "
                          "target scores one position more, for the token after the draft.")
     batch_shape = wanted[:-1 - chains]
-    tokens = _checks.token_ids(tokens, wanted, "draft_tokens").reshape(math.prod(batch_shape), wanted[-2] if chains else 1, wanted[-1])
+    tokens = _checks.token_ids(tokens, wanted, "draft_tokens")
+    tokens = tokens.reshape(math.prod(batch_shape), wanted[-2] if chains else 1, wanted[-1])
     lens = jnp.full(tokens.shape[:2], wanted[-1], jnp.int32)
     if draft_lens is not None:
         draft_lens = _checks.as_array(_checks.in_32_bits(draft_lens), "draft_lens")

@@ -184,6 +184,12 @@ def test_lists_that_went_into_jit():
     assert ban(Processors(banned_tokens=[4, 3])).tolist() == [2, 2]
 
 
+def test_a_list_of_traced_thresholds():
+    state = smc.init(jnp.zeros((2, 3)), jnp.array([[0.0, -1.0, -1.0]] * 2))
+    resampled = jax.jit(lambda x: smc.resample(state, KEY, threshold=[x, 0.0])[1].resampled)(1.0)
+    assert resampled.tolist() == [True, False]
+
+
 def test_a_list_of_traced_numbers():
     law = lambda a: Law(jnp.ones((2, 3, 9)).at[..., 0].set(2), temperature=[a, 0.0])  # noqa: E731
     out = jax.jit(lambda a: speculative.verify(law(a), None, jnp.zeros((2, 2), int), KEY))(0.5)
@@ -273,23 +279,31 @@ def test_padded_end_tokens_in_an_eager_loop():
     np.testing.assert_array_equal(eager, jax.jit(run)(state)[1])
 
 
+def looped(**options):
+    return lambda: generate(*TOY, np.ones((2, 3), int), (), KEY, **{"max_new_tokens": 2, **options})
+
+
+def processed(**fields):
+    return lambda: gumbeljax.greedy(H, W, processors=Processors(**fields))
+
+
 BAD = [
-    (lambda: gumbeljax.greedy(H, W, processors=Processors(banned_tokens=[[1], [1, 2]])), "banned_tokens must be lists of one"),
-    (lambda: gumbeljax.greedy(H, W, processors=Processors(repetition_penalty=2.0, counts=[1])), "counts must be a"),
+    (processed(banned_tokens=[[1], [1, 2]]), "banned_tokens must be lists of one"),
+    (processed(repetition_penalty=2.0, counts=[1]), "counts must be a"),
     (lambda: gumbeljax.count_tokens(jnp.zeros((2, 3), int), vocab=5, lengths=[1, 2, 3]), "lengths must be a scalar or"),
     (lambda: gumbeljax.count_tokens(jnp.zeros((2, 3), int), vocab=5.0), "vocab must be a Python int"),
     (lambda: gumbeljax.greedy(H, W, mask=np.array([31])), "mask must be boolean.* int64"),
     (lambda: gumbeljax.count_tokens([[1, 2]], vocab=5, lengths=[1.5]), "lengths must be integers"),
-    (lambda: gumbeljax.greedy(H, W, processors=Processors(repetition_penalty=1e39, counts=seen())), "repetition_penalty must be"),
-    (lambda: gumbeljax.greedy(H, W, processors=Processors(repetition_penalty=1e-40, counts=seen())), "repetition_penalty must be"),
-    (lambda: gumbeljax.greedy(H, W, processors=Processors(presence_penalty=1e39, counts=seen())), "presence_penalty must be"),
-    (lambda: gumbeljax.greedy(H, W, processors=Processors(presence_penalty=1.0, counts=seen()._replace(output=H))),
+    (processed(repetition_penalty=1e39, counts=seen()), "repetition_penalty must be"),
+    (processed(repetition_penalty=1e-40, counts=seen()), "repetition_penalty must be"),
+    (processed(presence_penalty=1e39, counts=seen()), "presence_penalty must be"),
+    (processed(presence_penalty=1.0, counts=seen()._replace(output=H)),
      "counts must be .*; got .2, 5., .2, 4."),
-    (lambda: gumbeljax.greedy(H, W, processors=Processors(presence_penalty=1.0, counts=seen()._replace(output=jnp.ones((2, 5))))),
+    (processed(presence_penalty=1.0, counts=seen()._replace(output=jnp.ones((2, 5)))),
      "counts must be boolean .in_prompt. and integers"),
-    (lambda: gumbeljax.greedy(H, W, processors=Processors(end_tokens=[1], min_new_tokens=2, counts=gumbeljax.count_tokens([1], 5))),
+    (processed(end_tokens=[1], min_new_tokens=2, counts=gumbeljax.count_tokens([1], 5)),
      r"counts must be \[2, 5\]"),  # one row's would be everybody's
-    (lambda: gumbeljax.greedy(H, W, processors=Processors(end_tokens=[1], min_new_tokens=np.nan, num_new_tokens=0)),
+    (processed(end_tokens=[1], min_new_tokens=np.nan, num_new_tokens=0),
      "min_new_tokens must be an integer"),
     (lambda: gumbeljax.kept_tokens(H, W, groups=True), "a law over the vocabulary takes the options"),
     (lambda: gumbeljax.choose_implementation(H, W, foo=1), "choose_implementation takes the options"),
@@ -297,7 +311,7 @@ BAD = [
     (lambda: reference.gumbel_max(None, KEY), "logits must be an array"),
     (lambda: speculative.verify(Law(H, W), None, [1.0], KEY), "draft_tokens must be integers"),
     (lambda: speculative.verify(Law(H, W, temperature=[[1], [1, 2]]), None, [1], KEY), "temperature must be .*; got list"),
-    (lambda: speculative.verify(Law(H[None], W, temperature=[[1], [1, 2]]), None, [[1]], KEY), "temperature must be lists of one"),
+    (lambda: speculative.verify(Law(H[None], W, temperature=[[1], [1, 2]]), None, [[1]], KEY), "temperature must be lists of"),
     (lambda: speculative.verify(Law(H, implementation="triton"), None, [1], KEY), "target must have no vocab_axis and no"),
     (lambda: smc.log_weight(jnp.zeros(3), jnp.zeros(3), alpha=-1.0), "alpha must be positive and finite; got -1"),
     (lambda: smc.first_token_keys(KEY, 2, alpha=[1.0, 2.0]), "alpha must be one number or"),
@@ -307,16 +321,15 @@ BAD = [
     (lambda: kv_cache.init_contiguous(1, 2, -8, 1, 2), "max_length must be at least 1"),
     (lambda: kv_cache.select_rows(kv_cache.init_paged(1, 2, 8, 1, 2), [0.0]), "rows must be integers"),
     (lambda: kv_cache.locate(kv_cache.init_paged(1, 2, 8, 1, 2), jnp.zeros(2, int)), "positions must be integers"),
-    (lambda: generate(*TOY, np.ones((2, 3), int), (), KEY, max_new_tokens=2, lengths=[1.5, 2]), "lengths must be whole numbers"),
-    (lambda: generate(*TOY, np.ones((2, 3), int), (), KEY, max_new_tokens="2"), "max_new_tokens must be whole numbers"),
-    (lambda: generate(*TOY, np.ones((2, 3), int), (), KEY, max_new_tokens=2, eos_tokens=[[[1], [2]]]), "eos_tokens must be"),
-    (lambda: generate(*TOY, np.ones((2, 3), int), (), KEY, max_new_tokens=2, eos_tokens=[[1]] * 3), "eos_tokens must be"),
-    (lambda: generate(*TOY, np.ones((2, 3), int), (), KEY, max_new_tokens=2, stop=3, text_fn=str), "stop must be texts"),
-    (lambda: generate(*TOY, np.ones((2, 3), int), (), KEY, max_new_tokens=2, pad_token=1.5), "pad_token must be a Python int"),
-    (lambda: generate(*TOY, np.ones((2, 3), int), (), KEY, max_new_tokens=2, chunk_size=1.5), "chunk_size must be a Python int"),
-    (lambda: generate(*TOY, np.ones((2, 3), int), (), KEY, max_new_tokens=2, processors=3), "processors must be a"),
-    (lambda: generate(*TOY, np.ones((2, 3), int), (), KEY, max_new_tokens=2, precision=jax.lax.Precision.HIGH),
-     "precision must be a number or an array"),
+    (looped(lengths=[1.5, 2]), "lengths must be whole numbers"),
+    (looped(max_new_tokens="2"), "max_new_tokens must be whole numbers"),
+    (looped(eos_tokens=[[[1], [2]]]), "eos_tokens must be"),
+    (looped(eos_tokens=[[1]] * 3), "eos_tokens must be"),
+    (looped(stop=3, text_fn=str), "stop must be texts"),
+    (looped(pad_token=1.5), "pad_token must be a Python int"),
+    (looped(chunk_size=1.5), "chunk_size must be a Python int"),
+    (looped(processors=3), "processors must be a"),
+    (looped(precision=jax.lax.Precision.HIGH), "precision must be a number or an array"),
     (lambda: checked(Request([1], KEY, 3, sampling=None), 7), "sampling of request 7 must be a mapping"),
     (lambda: gumbeljax.gumbel_softmax(jnp.zeros((2, 0)), KEY), "logits must have at least one choice"),
     (lambda: gumbeljax.gumbel_softmax(H, KEY, axis=(0, 1)), "axis must name an axis"),

@@ -1,6 +1,7 @@
 """From a user's arguments to checked operands and one static description of the call, shared by every entry point."""
 
 import contextlib
+import inspect
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -139,6 +140,14 @@ def prepare_logits(logits, *, temperature=1.0, top_k=None, top_p=None, min_p=Non
     return operands, config, batch_shape
 
 
+def check_names(options: Mapping, where: str) -> None:
+    """Options are those of `prepare` that users know; a wrong one is told by the function they called."""
+    known = sorted(set(inspect.signature(prepare).parameters) - {"h", "w", "groups", "one_draw"})
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{where} takes the options {', '.join(known)}; got {name}: leave it out.")
+
+
 def choose_implementation(h: ArrayLike, w: ArrayLike, implementation: str | Tuning | None = None, *,
                           num_samples: int | None = None, **options) -> str:
     """The implementation that `sample(h, w, key, ...)` runs with these arguments: "xla", "triton" or "mosaic".
@@ -160,4 +169,8 @@ def choose_implementation(h: ArrayLike, w: ArrayLike, implementation: str | Tuni
     'xla'
     """
     several = num_samples is not None
+    if options.get("method") == "categorical" and not isinstance(implementation, str):
+        return "xla"
+    options = {name: x for name, x in options.items() if name not in ("method", "mode", "replace", "row_offset")}
+    check_names(options, "choose_implementation")
     return prepare(h, w, implementation=implementation, groups=several, one_draw=not several, **options)[1].implementation

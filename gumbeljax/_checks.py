@@ -48,7 +48,9 @@ def as_array(x, name: str) -> Array:
     except OverflowError:
         raise ValueError(f"{name} must fit in 32 bits; got {str(x)[:40]}: pass an array or a number of 32 bits.") from None
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be an array or a number; got {type(x).__name__}: pass a jax or numpy array.") from None
+        kind = f" of dtype {x.dtype}, which jax does not have" if hasattr(x, "dtype") else ""
+        raise TypeError(f"{name} must be an array or a number; got {type(x).__name__}{kind}: pass "
+                        f"{f'{name}.astype(np.float32)' if kind else 'a jax or numpy array'}.") from None
 
 
 def float_array(x, name: str) -> Array:
@@ -169,8 +171,8 @@ def temperature(x, batch_shape: tuple[int, ...]) -> Array:
         out = per_row(x, "temperature", batch_shape)
         given = np.zeros(0) if any(map(is_traced, jax.tree.leaves(x))) else np.asarray(x, np.float64).reshape(-1)
         values = given.astype(np.float32)
-    if np.any(bad := ~((values >= 0) & np.isfinite(values))):
-        raise ValueError(f"temperature must be finite and at least 0 (0 is greedy); got {given[bad][0]:g}: "
+    if np.any(bad := ~((given >= 0) & np.isfinite(values))):
+        raise ValueError(f"temperature must be finite and at least 0 (0 is greedy); got {shown(given[bad][0])}: "
                          "pass a float32 number that is not negative.")
     return out
 
@@ -181,13 +183,9 @@ def per_token(x, name: str, batch_shape: tuple[int, ...], width: int, vocab: int
         return None
     if isinstance(x, Mapping) and dtype == jnp.float32:
         x = dense_bias(x, name, width, vocab)
-    given, x = getattr(x, "dtype", None), as_array(x, name)
-    kind = given if given in (np.int64, np.uint64) else x.dtype  # of 64 bits jax cuts half off, unless its x64 flag is set
-    if dtype == jnp.bool_ and kind in (jnp.uint32, jnp.int32):
+    x = as_array(checked_mask(x, name) if dtype == jnp.bool_ else x, name)
+    if dtype == jnp.bool_ and x.dtype != jnp.bool_:
         return unpacked_bits(x, name, batch_shape, width)[..., :vocab]
-    if dtype == jnp.bool_ and kind != jnp.bool_:
-        raise TypeError(f"{name} must be boolean, True for allowed tokens, or packed bits in uint32; got dtype {kind}: "
-                        f"write {name} != 0.")
     if dtype == jnp.float32:
         x = float_array(x, name).astype(jnp.float32)
     if x.ndim == 0 or x.shape[-1] != width:
@@ -197,6 +195,27 @@ def per_token(x, name: str, batch_shape: tuple[int, ...], width: int, vocab: int
         raise ValueError(f"{name} must be {[width]} or {[*batch_shape, width]}; got {list(x.shape)}: "
                          "give every row its own, or all the same.")
     return x.reshape(-1, width)[:, :vocab] if x.ndim > 1 else x[:vocab]
+
+
+def checked_mask(x: Any, name: str) -> Any:
+    """A mask, bool or packed in words of 32 bits; lists as an array."""
+    if isinstance(x, list | tuple):
+        return checked_mask(listed(x, name), name)
+    x = x if hasattr(x, "dtype") else as_array(x, name)
+    if x.dtype not in (jnp.bool_, jnp.uint32, jnp.int32):  # of 64 bits jax would cut half off
+        packed = f", or np.asarray({name}, np.uint32) for packed bits" if x.dtype in (np.int64, np.uint64) else ""
+        raise TypeError(f"{name} must be boolean, True for allowed tokens, or packed bits in uint32; got dtype {x.dtype}: "
+                        f"write {name} != 0{packed}.")
+    return x
+
+
+def shown(x) -> str:
+    """A number with no more digits than tell it apart.
+
+    >>> shown(2.0), shown(1.0000001)
+    ('2', '1.0000001')
+    """
+    return f"{x:g}" if float(f"{x:g}") == x or x != x else repr(float(x))
 
 
 def unpacked_bits(x, name: str, batch_shape: tuple[int, ...], width: int) -> Array:
@@ -258,11 +277,14 @@ def count(x, name: str, fix: str = "pass a larger one") -> int:
     return int(x)
 
 
-def listed(x):
+def listed(x, name: str):
     """An array, or lists as one of NumPy, which keeps 64 bits; of JAX where a list holds tracers."""
     if hasattr(x, "dtype"):
         return x
-    x = jnp.asarray(x) if any(map(is_traced, jax.tree.leaves(x))) else np.asarray(x)
+    try:
+        x = jnp.asarray(x) if any(map(is_traced, jax.tree.leaves(x))) else np.asarray(x)
+    except ValueError:
+        raise ValueError(f"{name} must be lists of one length; got lists of several: fill shorter ones up with -1.") from None
     return x.astype(np.int32) if x.size == 0 else x  # an empty list has no dtype
 
 
@@ -279,11 +301,11 @@ def as_ids(x: Any) -> Array:
     return jnp.asarray(x).astype(jnp.int32)
 
 
-def token_ids(tokens, batch_shape: tuple[int, ...]) -> Array:
+def token_ids(tokens, batch_shape: tuple[int, ...], name: str = "tokens") -> Array:
     """Integer tokens of the batch's shape, as int32 `[rows]`."""
-    tokens = listed(tokens)
+    tokens = listed(tokens, name)
     if not is_integral(tokens):
-        raise TypeError(f"tokens must be integers; got dtype {tokens.dtype}: cast them to int32.")
+        raise TypeError(f"{name} must be integers; got dtype {tokens.dtype}: cast them to int32.")
     if tokens.shape != batch_shape:
-        raise ValueError(f"tokens must have the batch's shape {list(batch_shape)}; got {list(tokens.shape)}: reshape them.")
+        raise ValueError(f"{name} must have the batch's shape {list(batch_shape)}; got {list(tokens.shape)}: reshape them.")
     return as_ids(tokens).reshape(-1)

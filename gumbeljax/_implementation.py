@@ -188,7 +188,8 @@ def precision_of(precision, dtype) -> jax.lax.Precision | None:
         _checks.choice(precision, "precision", ("default", "high", "highest"))
         precision = jax.lax.Precision(precision)
     if precision is not None and not isinstance(precision, jax.lax.Precision):
-        raise TypeError(f"precision must be None, 'default', 'high', 'highest' or a jax.lax.Precision; got {precision!r}.")
+        raise TypeError(f"precision must be None, 'default', 'high', 'highest' or a jax.lax.Precision; got {precision!r}: "
+                        "pass one of these.")
     if jnp.dtype(dtype) != jnp.float32:
         return None
     return jax.lax.Precision.HIGHEST if precision is None else precision

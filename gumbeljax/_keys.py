@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gumbeljax._checks import is_traced
 from gumbeljax._typing import Array, Key
 from pallas_kernels import noise
 
@@ -55,6 +56,9 @@ def first_row(row_offset) -> Array:
     if row_offset.shape != () or not jnp.issubdtype(row_offset.dtype, jnp.integer):
         raise TypeError(f"row_offset must be one integer, the index of the first row in the whole batch; got "
                         f"{row_offset.dtype}{list(row_offset.shape)}: pass one number.")
+    if not is_traced(row_offset) and not 0 <= int(row_offset) < 2**32:  # jax would wrap it around
+        raise ValueError(f"row_offset must be from 0 to 2^32 - 1; got {int(row_offset)}: pass the number of rows before the "
+                         "first.")
     return jnp.asarray(row_offset).astype(jnp.uint32)
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from gumbeljax import _checks, _keys
 from gumbeljax._mesh import quoted
-from gumbeljax.processing import LISTS, Processors, TokenCounts, token_lists
+from gumbeljax.processing import LISTS, Processors, TokenCounts, checked, filters, numbers_of, token_lists
 
 PER_TOKEN = ("logit_bias", "mask")  # options whose last axis is the vocabulary
 STATIC = ("valid_vocab", "num_samples", "scale", "soft_cap")  # options that are constants, NumPy's numbers too
@@ -151,19 +151,23 @@ def separate(options: Mapping[str, Any], batch_shape: tuple[int, ...], width: in
     """The options of a call on a table of `width` tokens as (arrays, constants); values that are known are checked now: on the
     shards they are not."""
     vocab, arrays, constants = _checks.vocabulary(options.get("valid_vocab"), width), {}, {}
+    filters(options.get("top_k"), options.get("top_p"), options.get("min_p"), batch_shape)
     for name, value in options.items():
         if name in DECIDED or value is None:
             continue
         if name == "temperature":
             _checks.temperature(value, batch_shape)
+        if name == "mask":
+            value = _checks.checked_mask(value, name)
+            if value.dtype != np.bool_:  # words do not end where shards do
+                bits = _checks.unpacked_bits(jax.numpy.asarray(value), name, batch_shape, width)
+                value = bits.reshape(*value.shape[:-1], -1)
+        if name == "processors":
+            numbers_of(checked(value), batch_shape)
         if name == "tokens" and not isinstance(value, jax.Array):
             value = np.asarray(_checks.token_ids(value, batch_shape)).reshape(batch_shape)
         if isinstance(value, Mapping) and name in PER_TOKEN:
             value = _checks.dense_bias(value, name, width, vocab)
-        is_packed = name == "mask" and getattr(value, "dtype", None) in (np.uint32, np.int32)
-        if is_packed and not isinstance(value, Mapping):  # words do not end where shards do
-            bits = _checks.unpacked_bits(jax.numpy.asarray(value), name, batch_shape, width)
-            value = bits.reshape(*value.shape[:-1], -1)
         if isinstance(value, Processors):
             # Ids that are known are checked now, too.
             lists = {n: x for n in LISTS if (x := getattr(value, n)) is not None}
@@ -190,6 +194,10 @@ def run(fn: Callable, layout: Layout, h, w, options: dict[str, Any]):
     return _compiled(call)(h, w, options.get("key"), options.get("row_offset"), arrays)
 
 
+def _ndim(x: Any, name: str) -> int:
+    return 0 if x is None else np.ndim(x if hasattr(x, "dtype") else _checks.as_array(x, name))
+
+
 def follows_shardings[F: Callable](fn: F) -> F:
     """A function of (h, w, ...) that runs on the shards when the type of h or w carries an explicit sharding."""
     signature = inspect.signature(fn)
@@ -201,8 +209,8 @@ def follows_shardings[F: Callable](fn: F) -> F:
         except TypeError:
             return fn(*args, **kwargs)  # whose message it is
         h, w, vocab_axis = given["h"], given["w"], given.get("vocab_axis", 0)
-        is_plain = given.get("axis_name") is None and given.get("method") != "categorical"
-        if is_plain and np.ndim(h) and np.ndim(_checks.table_of(w)) == 2 and vocab_axis in (0, 1, -1, -2):
+        is_plain = given.get("axis_name") is None and given.get("method") != "categorical" and isinstance(vocab_axis, int)
+        if is_plain and _ndim(h, "h") and _ndim(_checks.table_of(w), "w") == 2 and vocab_axis in (0, 1, -1, -2):
             layout = explicit_layout(h, _checks.table_of(w), vocab_axis % 2)
             if layout is not None:
                 return run(wrapper, layout, h, w, {k: v for k, v in given.items() if k not in ("h", "w")})

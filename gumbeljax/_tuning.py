@@ -97,6 +97,10 @@ def load_tuning(path: str | Path) -> Tuning:
     """
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
+        for x in record["shapes"]:
+            for field, kind in Place.__annotations__.items():
+                if not isinstance(x[field], kind):
+                    raise TypeError(f"{field} must be of type {kind.__name__}, got {x[field]!r}")
         shapes = [TunedShape(Place(*(x[field] for field in Place._fields)), x["implementation"],
                              TILES[x["implementation"]](**x["tiles"]), x["seconds"], x["untuned_seconds"])
                   for x in record["shapes"]]

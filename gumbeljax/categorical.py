@@ -14,7 +14,7 @@ from gumbeljax._call import Config, Operands
 from pallas_kernels import race
 from pallas_kernels.finish import Draw, has_law, log_normalizer_of
 from pallas_kernels.kept_set import kept_set
-from pallas_kernels.logits import inverse_temperature, model_logits, processed_logits
+from pallas_kernels.logits import inverse_temperature, made_logits, made_once, processed_logits
 
 
 def all_logits(operands: Operands, config: Config):
@@ -26,7 +26,8 @@ def all_logits(operands: Operands, config: Config):
         w = lax.slice_in_dim(w, 0, config.vocab, axis=config.vocab_axis).astype(h.dtype)
         contract = ((1,), (1 - config.vocab_axis,))
         raw = lax.dot_general(h, w, (contract, ((), ())), precision=config.precision, preferred_element_type=jnp.float32)
-    model = model_logits(raw, config.scale, config.soft_cap, operands.weight_scale)
+        raw = made_once(raw) if h.shape[1] == 1 else raw
+    model = made_logits(raw, config.scale, config.soft_cap, operands.weight_scale)
     return model, processed_logits(model, operands.options(config))
 
 

@@ -14,6 +14,7 @@ Source: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NeurIPS 2014 (max-st
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from gumbeljax import _checks
@@ -77,13 +78,17 @@ def summarize(logits: ArrayLike, key: Key, *, first_id: ArrayLike = 0) -> Summar
         return Summary(nothing, nothing.astype(jnp.int32), nothing)
     t = jnp.ones_like(words[0], jnp.float32)
     keys = (*words, jnp.full_like(words[0], first.astype(jnp.uint32)))
-    draw, won = xla.piece(logits.reshape(-1, n), None, keys, t, vocab=n)[:2]
-    token = jnp.where(draw.token < 0, -1, draw.token + first.astype(jnp.int32))
-    is_empty = won.top == -jnp.inf
-    nan_unless = jnp.where(is_empty, -jnp.inf, jnp.nan)
-    out = Summary(jnp.where(token < 0, nan_unless, won.high + won.low), token,
-                  jnp.where(token < 0, nan_unless, draw.log_normalizer))
+    out = _summary(logits.reshape(-1, n), keys, t, first.astype(jnp.int32))
     return Summary(*(x.reshape(batch_shape) for x in out))
+
+
+@jax.jit  # its NaN is for rows without a law: on the way to others `jax_debug_nans` is to see none
+def _summary(logits, keys, t, first) -> Summary:
+    draw, won = xla.piece(logits, None, keys, t, vocab=logits.shape[1])[:2]
+    is_none = draw.token < 0
+    marker = jnp.where(won.top == -jnp.inf, -jnp.inf, jnp.nan)
+    return Summary(jnp.where(is_none, marker, won.high + won.low), jnp.where(is_none, -1, draw.token + first),
+                   jnp.where(is_none, marker, draw.log_normalizer))
 
 
 @plain_broadcasting()

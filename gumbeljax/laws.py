@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gumbeljax import _checks, _mesh
-from gumbeljax._call import Config, Operands, plain_broadcasting, prepare
+from gumbeljax._call import Config, Operands, check_names, plain_broadcasting, prepare
 from gumbeljax._typing import Array, ArrayLike
 from pallas_kernels import filtered, noise, race, xla
 from pallas_kernels.finish import has_law
@@ -22,6 +22,7 @@ from pallas_kernels.logits import inverse_temperature
 
 def _prepare(h, w, vocab_axis: int, options: dict) -> tuple[Operands, Config, tuple[int, ...]]:
     """As `prepare`; the whole law is needed here."""
+    check_names(options, "a law over the vocabulary")
     operands, config, batch_shape = prepare(h, w, vocab_axis=vocab_axis, **options)
     if config.axis_name:
         raise NotImplementedError(f"axis_name must be None or () for a law over the whole vocabulary; got {config.axis_name}: "

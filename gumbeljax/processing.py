@@ -9,7 +9,7 @@ are traced, scalars or per row. Inside one compiled function they may change fro
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +40,7 @@ class TokenCounts(NamedTuple):
 def occurrences(tokens: ArrayLike, shape: tuple[int, ...]) -> Array:
     """int32 `[*batch, vocab]`: how often each id occurs in tokens `[*batch]` or `[*batch, n]`."""
     *batch, vocab = shape
-    tokens = _checks.listed(tokens)
+    tokens = _checks.listed(tokens, "tokens")
     if not _checks.is_integral(tokens) or tokens.shape[:len(batch)] != tuple(batch) or tokens.ndim > len(shape):
         raise ValueError(f"tokens must be integers of shape {batch} or {[*batch, 'n']}; got {tokens.dtype}"
                          f"{list(tokens.shape)}: give every row its own.")
@@ -70,6 +70,8 @@ def count_tokens(prompt: ArrayLike, vocab: int, *, lengths: ArrayLike | None = N
     is_real, batch_shape = True, prompt.shape[:-1]
     with jax.numpy_rank_promotion("allow"):
         if lengths is not None:
+            if not _checks.is_integral(_checks.listed(lengths, "lengths")):
+                raise TypeError("lengths must be integers; got other numbers: round them.")
             ends = _checks.per_row(lengths, "lengths", batch_shape, jnp.int32).reshape(batch_shape)
             if not any(map(_checks.is_traced, jax.tree.leaves(lengths))):  # known inside jit, too
                 ends = np.broadcast_to(_checks.in_32_bits(np.asarray(lengths)).astype(np.int32), batch_shape)
@@ -121,15 +123,18 @@ def options_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     >>> options_from_config({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95})
     {'temperature': 0.6, 'top_k': 20, 'top_p': 0.95}
     """
-    neutral = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None, "num_beams": 1, "penalty_alpha": None,
+    neutral = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None, "num_beams": 1, "penalty_alpha": 0.0,
                "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "min_length": 0,
-               "guidance_scale": None, "bad_words_ids": None,
+               "guidance_scale": 1.0, "bad_words_ids": None,
                "sequence_bias": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
                "exponential_decay_length_penalty": None, "begin_suppress_tokens": None, "watermarking_config": None,
                "force_words_ids": None, "constraints": None, "dola_layers": None}
     for name, off in neutral.items():
-        if config.get(name, off) not in (off, None):
-            raise NotImplementedError(f"{name} must be {off!r}, since gumbeljax does not offer it; got {config[name]!r}.")
+        value = config.get(name)
+        is_off = value is None or value == off or (isinstance(value, Sized) and not value)  # no words is no rule
+        if not is_off:
+            raise NotImplementedError(f"{name} must be {off!r}, since gumbeljax does not offer it; got {value!r}: leave it "
+                                      "out.")
     out: dict[str, Any] = {}
     if not config.get("do_sample", False):
         out["temperature"] = 0.0
@@ -144,16 +149,13 @@ def options_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("min_new_tokens"):
         ends = config.get("eos_token_id")
         rare["min_new_tokens"] = config["min_new_tokens"]
-        rare["end_tokens"] = [ends] if isinstance(ends, int) else list(ends or ())
+        rare["end_tokens"] = [] if ends is None else np.atleast_1d(ends).tolist()
     return out | ({"processors": Processors(**rare)} if rare else {})
 
 
 def lists_of(x: ArrayLike, name: str, batch_shape: tuple[int, ...] | None):
     """Integers `[n]` or `[*batch, n]` (any leading shape when batch_shape is None), as they are."""
-    try:
-        values = _checks.listed(x)
-    except ValueError:
-        raise ValueError(f"{name} must be lists of one length; got lists of several: fill shorter ones up with -1.") from None
+    values = _checks.listed(x, name)
     if not _checks.is_integral(values):
         raise TypeError(f"{name} must be integers; got {values.dtype}: pass token ids.")
     if values.ndim == 0 or (batch_shape is not None and values.shape[:-1] not in ((), batch_shape)):
@@ -183,8 +185,9 @@ def number(x: ArrayLike | None, name: str, batch_shape: tuple[int, ...], is_good
     if not any(map(_checks.is_traced, jax.tree.leaves(x))):
         given = np.asarray(x, np.float64).reshape(-1)
         with np.errstate(all="ignore"):
-            if np.any(bad := ~is_good(given)):
-                raise ValueError(f"{name} must be {rule}; got {given[bad][0]:g}: pass such a number, or None for none.")
+            if np.any(bad := ~(is_good(given) & is_good(given.astype(np.float32)))):  # what it is here, and what a draw sees
+                raise ValueError(f"{name} must be {rule}; got {_checks.shown(given[bad][0])}: pass such a number, or None for "
+                                 "none.")
     return out, is_good(out)
 
 
@@ -207,6 +210,33 @@ def filters(top_k, top_p, min_p, batch_shape: tuple[int, ...]) -> tuple[Filters 
     return (None if k is None and p is None and m is None else Filters(k, p, m)), good
 
 
+def checked(processors) -> Processors:
+    """Processors, and nothing else."""
+    if not isinstance(processors, Processors):
+        raise TypeError(f"processors must be a gumbeljax.Processors; got {type(processors).__name__}: write "
+                        "Processors(repetition_penalty=1.1, ...).")
+    return processors
+
+
+LEAST = 2.0**-126  # a smaller float32 is 0 to XLA
+PENALTIES = {"repetition_penalty": ("finite and positive", lambda v: (v >= LEAST) & (v < np.inf)),
+             "presence_penalty": ("finite", lambda v: abs(v) < np.inf),
+             "frequency_penalty": ("finite", lambda v: abs(v) < np.inf)}
+
+
+def numbers_of(p: Processors, batch_shape: tuple[int, ...]) -> dict[str, tuple[Array | None, Array | bool]]:
+    """`number` of every penalty."""
+    return {name: number(getattr(p, name), name, batch_shape, is_good, rule) for name, (rule, is_good) in PENALTIES.items()}
+
+
+def whole_number(x: ArrayLike, name: str, batch_shape: tuple[int, ...]) -> Array:
+    """Checked int32 `[rows]`: float32 would not tell 2^24 from 2^24 + 1."""
+    out = _checks.per_row(_checks.in_32_bits(x), name, batch_shape, jnp.int32)
+    if not _checks.is_integral(_checks.listed(x, name)):
+        raise TypeError(f"{name} must be an integer or integers; got other numbers: round them.")
+    return out
+
+
 class Dense(NamedTuple):
     """The dense form of all elementwise options, each None, `[vocab]` or `[rows, vocab]`, and where the numbers are good."""
 
@@ -222,15 +252,19 @@ def dense(processors: Processors | None, bias: Array | None, mask: Array | None,
     """Processors over the vocabulary, on top of the dense `bias` and `mask` (`[vocab]` or `[rows, vocab]`)."""
     if processors is None:
         return Dense(bias, mask, None, None, True)
-    if not isinstance(processors, Processors):
-        raise TypeError(f"processors must be a gumbeljax.Processors; got {type(processors).__name__}: write "
-                        "Processors(repetition_penalty=1.1, ...).")
-    p = processors
+    p = checked(processors)
     if p.counts is not None:
         if not isinstance(p.counts, TokenCounts):
             raise TypeError(f"counts must be a gumbeljax.TokenCounts; got {type(p.counts).__name__}: make them with "
                             "count_tokens.")
-        p = p._replace(counts=TokenCounts(*(_checks.as_array(x, "counts") for x in p.counts)))
+        counts = TokenCounts(*(_checks.as_array(x, "counts") for x in p.counts))
+        if counts.output.shape != (*batch_shape, width) or counts.in_prompt.shape != counts.output.shape:
+            raise ValueError(f"counts must be {[*batch_shape, width]}, as wide as the vocabulary of w; got "
+                             f"{list(counts.in_prompt.shape)}, {list(counts.output.shape)}: make them with count_tokens.")
+        if counts.in_prompt.dtype != jnp.bool_ or not _checks.is_integral(counts.output):
+            raise TypeError(f"counts must be boolean (in_prompt) and integers (output); got {counts.in_prompt.dtype} and "
+                            f"{counts.output.dtype}: make them with count_tokens.")
+        p = p._replace(counts=counts)
     rows = int(np.prod(batch_shape))
     lists = {}
     for name in LISTS:
@@ -239,19 +273,12 @@ def dense(processors: Processors | None, bias: Array | None, mask: Array | None,
             lists[name] = x if x.ndim == 1 else x.reshape(rows, x.shape[-1])
     if (p.bias_tokens is None) != (p.bias_values is None):
         raise ValueError("bias_tokens and bias_values must be given together; got one of them: pass both.")
-    finite = "finite", lambda v: abs(v) < np.inf
-    numbers = {}
-    for name, rule, is_good in (("repetition_penalty", "finite and positive", lambda v: (v > 0) & (v < np.inf)),
-                                ("presence_penalty", *finite), ("frequency_penalty", *finite)):
-        numbers[name] = number(getattr(p, name), name, batch_shape, is_good, rule)
+    numbers = numbers_of(p, batch_shape)
     is_good = functools.reduce(lambda a, b: a & b, [good for _, good in numbers.values()])
     counts = None
     if any(x is not None for x, _ in numbers.values()):
         if p.counts is None:
             raise ValueError("counts must be given with penalties; got None: make them with count_tokens.")
-        if p.counts.output.shape != (*batch_shape, width) or p.counts.in_prompt.shape != p.counts.output.shape:
-            raise ValueError(f"counts must be {[*batch_shape, width]}, as wide as the vocabulary of w; got "
-                             f"{list(p.counts.in_prompt.shape)}, {list(p.counts.output.shape)}: make them with count_tokens.")
         counts = TokenCounts(*(x.reshape(rows, width)[:, :vocab] for x in p.counts))
     if (p.min_new_tokens is None) != (p.end_tokens is None):
         raise ValueError("end_tokens and min_new_tokens must be given together; got one of them: pass both.")
@@ -260,8 +287,8 @@ def dense(processors: Processors | None, bias: Array | None, mask: Array | None,
         if p.num_new_tokens is None and p.counts is None:
             raise ValueError("num_new_tokens must be given with min_new_tokens; got None: pass the length of the output.")
         have = p.counts.output.sum(-1) if p.num_new_tokens is None else p.num_new_tokens  # pyright: ignore
-        per_row = functools.partial(_checks.per_row, batch_shape=batch_shape)
-        too_short = per_row(have, "num_new_tokens") < per_row(p.min_new_tokens, "min_new_tokens")
+        too_short = (whole_number(have, "num_new_tokens", batch_shape)
+                     < whole_number(p.min_new_tokens, "min_new_tokens", batch_shape))
     values = None
     if p.bias_values is not None:
         values = _checks.float_array(p.bias_values, "bias_values").astype(jnp.float32)

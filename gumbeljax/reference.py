@@ -37,6 +37,7 @@ D. Tarlow, T. Minka, "A* sampling", NeurIPS 2014.
 import jax
 import jax.numpy as jnp
 
+from gumbeljax import _checks
 from gumbeljax._call import plain_broadcasting
 from gumbeljax._keys import row_keys
 from gumbeljax._mesh import check_rows
@@ -144,10 +145,7 @@ def grouped_gumbel_max(logits: ArrayLike, key: Key, *, temperature: ArrayLike = 
     Array(1, dtype=int32)
     """
     x, (k0, k1), batch = _rows(logits, key)
-    if jnp.shape(temperature) not in ((), batch):
-        raise ValueError(f"temperature must be a scalar or of the batch's shape {list(batch)}; got shape "
-                         f"{list(jnp.shape(temperature))}: give one temperature per row.")  # fmt: skip
-    t = jnp.broadcast_to(canonical_temperature(temperature), batch).reshape(-1, 1)
+    t = canonical_temperature(_checks.per_row(temperature, "temperature", batch))[:, None]
     divisor = jnp.where(t > 0, t, 1.0)
     rows = jnp.arange(x.shape[0])
 
@@ -167,7 +165,7 @@ def grouped_gumbel_max(logits: ArrayLike, key: Key, *, temperature: ArrayLike = 
 
 def _rows(logits, key):
     """float32 logits `[rows, vocab]`, the two words of every row key as `[rows]`, and the batch shape."""
-    x = jnp.asarray(logits)
+    x = _checks.as_array(logits, "logits")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"logits must be floating point; got {x.dtype}: convert them with .astype(jnp.float32).")
     if x.ndim == 0 or x.shape[-1] == 0:

@@ -78,7 +78,8 @@ def _run(operands, config, batch_shape, key, *, num_samples, replace, method, mo
     _checks.choice(method, "method", ("grouped", "categorical"))
     _checks.choice(mode, "mode", (None, "low", "high", "highest"))
     if not isinstance(replace, bool):
-        raise TypeError(f"replace must be True or False, fixed when the call is traced; got {type(replace).__name__}.")
+        raise TypeError(f"replace must be True or False, fixed when the call is traced; got {type(replace).__name__}: "
+                        "make it a constant.")
     if mode is not None and method != "categorical":
         raise ValueError(f"mode must be None with method='grouped', whose noise has no modes; got {mode!r}: pass "
                          "method='categorical', or leave mode out.")

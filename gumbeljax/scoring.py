@@ -15,7 +15,7 @@ from gumbeljax._typing import Array, ArrayLike
 from gumbeljax.processing import Processors
 from pallas_kernels import filtered, xla
 from pallas_kernels.finish import has_law, token_logits
-from pallas_kernels.logits import block_of, existing, inverse_temperature, model_logits, processed_logits, rows_of
+from pallas_kernels.logits import block_of, existing, inverse_temperature, made_logits, processed_logits, rows_of
 from pallas_kernels.race import finite_or_zero, first_where
 
 
@@ -55,7 +55,7 @@ def _backward(config, residuals, cotangents):
             shape = {"size": size, "vocab_axis": axis, "precision": config.precision}
             options = block_of(others, start, size)
             raw = xla.block_logits(h, learnt if is_learnt else w_block, jnp.int32(0), **shape)
-            model = model_logits(raw, config.scale, config.soft_cap, options.weight_scale)
+            model = made_logits(raw, config.scale, config.soft_cap, options.weight_scale)
             options = options._replace(**{name: x[:, None] if x.ndim == 1 else x.T for name, x in blocks.items()})
             x = processed_logits(model, options, existing(start + lax.broadcasted_iota(jnp.int32, (size, 1), 0), options))
             alive = x > -jnp.inf  # a masked logit has weight 0, which must not meet its -inf in the chain rule
@@ -92,7 +92,7 @@ def _log_prob(operands: Operands, tokens, *, config: Config) -> Array:
     safe = jnp.clip(ids, 0, config.vocab - 1)[None]
     own = rows_of(options, safe)
     raw = token_logits(local.h, local.w, safe, config.vocab_axis)
-    x = processed_logits(model_logits(raw, config.scale, config.soft_cap, own.weight_scale), own)[0]
+    x = processed_logits(made_logits(raw, config.scale, config.soft_cap, own.weight_scale), own)[0]
     is_real = existing(ids, options)
     is_here = (ids >= 0) & (ids < config.vocab) & (True if is_real is None else is_real)
     is_best = is_here & (ids == argmax)

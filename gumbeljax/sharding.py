@@ -43,7 +43,7 @@ def pad_vocab(w: ArrayLike, num_shards: int, *, vocab_axis: int = 0) -> ArrayLik
             raise ValueError(f"vocab_axis must be 0 for a quantised w; got {vocab_axis!r}: leave it out.")
         rows = lambda x: jnp.pad(x, [(0, -x.shape[0] % (GROUP * num_shards))] + [(0, 0)] * (x.ndim - 1))  # noqa: E731
         return jax.tree.map(rows, w)
-    w = jnp.asarray(w)
+    w = _checks.as_array(w, "w")
     if w.ndim != 2 or vocab_axis not in (0, 1, -1, -2):
         raise ValueError(f"w must be [vocab, d_model], or [d_model, vocab] with vocab_axis=1; got shape {list(w.shape)} with "
                          f"vocab_axis={vocab_axis!r}: pass the output table.")
@@ -69,6 +69,11 @@ def on_mesh(fn: Callable, *, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
       ValueError, TypeError: a name that is no axis of the mesh, or sizes that the shards do not divide; as `fn`.
     """
     axes, rows = _mesh.names_of(axis_name), _mesh.names_of(data_axis, "data_axis")
+    if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh | None):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh or None; got {type(mesh).__name__}: make one with jax.make_mesh.")
+    if any(p.kind == p.VAR_KEYWORD for p in inspect.signature(fn).parameters.values()):
+        raise TypeError(f"fn must be gumbeljax.sample, sample_with_log_probs, greedy or log_prob; got {fn}: gather w for other "
+                        "functions.")
 
     def call(h, w, *args, **options):
         context = jax.sharding.get_abstract_mesh()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import race, xla
 from pallas_kernels.finish import has_law, ids_of, logits_of, token_logits
-from pallas_kernels.logits import Elementwise, inverse_temperature, model_logits, processed_logits, rows_of
+from pallas_kernels.logits import Elementwise, inverse_temperature, made_logits, processed_logits, rows_of
 
 
 class Normalizer(NamedTuple):
@@ -70,7 +70,7 @@ def log_law(x, ids, side: Side):
 def logits_at(side: Side, ids):
     """Processed logits of token ids `[n, rows]` inside the vocabulary."""
     own = rows_of(side.options, ids)
-    model = model_logits(token_logits(side.h, side.w, ids, side.vocab_axis), own.scale, own.soft_cap, own.weight_scale)
+    model = made_logits(token_logits(side.h, side.w, ids, side.vocab_axis), own.scale, own.soft_cap, own.weight_scale)
     return processed_logits(model, own)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import noise, race
-from pallas_kernels.logits import Elementwise, inverse_temperature, model_logits, processed_logits, rows_of
+from pallas_kernels.logits import Elementwise, inverse_temperature, made_logits, made_once, processed_logits, rows_of
 
 GATHER = 2**23  # coordinates of `w` read at a time, by one kernel; on a CPU XLA writes them down twice:
 CPU_GATHER = 2**18
@@ -77,8 +77,9 @@ def token_logits(h, w, ids, vocab_axis):
                       batch_size=max(1, coordinates // (part * width)))
         return out.reshape(rows, num).T
 
-    return lax.platform_dependent(h, ids, cpu=functools.partial(of_rows, coordinates=CPU_GATHER),
-                                  default=functools.partial(of_rows, coordinates=GATHER))
+    out = lax.platform_dependent(h, ids, cpu=functools.partial(of_rows, coordinates=CPU_GATHER),
+                                 default=functools.partial(of_rows, coordinates=GATHER))
+    return made_once(out) if h.shape[1] == 1 else out
 
 
 def ids_of(first):
@@ -91,7 +92,7 @@ def logits_of(h, w, ids, options: Elementwise, *, vocab, vocab_axis):
     """(model logits, processed logits) of the token ids `[n, rows]`; ids past the vocabulary are masked."""
     safe = jnp.clip(ids, 0, vocab - 1)
     own = rows_of(options, safe)
-    model = model_logits(token_logits(h, w, safe, vocab_axis), options.scale, options.soft_cap, own.weight_scale)
+    model = made_logits(token_logits(h, w, safe, vocab_axis), options.scale, options.soft_cap, own.weight_scale)
     exists = ids < (vocab if options.valid is None else jnp.minimum(vocab, options.valid))
     return model, processed_logits(model, own, exists)
 

@@ -57,6 +57,18 @@ def model_logits(x, scale, soft_cap, weight_scale=None):
     return x
 
 
+def made_once(x):
+    """A product that XLA is not to make again where it is used. What it fuses it makes twice: rounded, and with what is taken
+    from it as a fused multiply-add. The largest logit would then miss the top of its row by a last bit, which T divides."""
+    return lax.optimization_barrier(x)
+
+
+def made_logits(x, scale, soft_cap, weight_scale=None):
+    """`model_logits` in XLA code: one value for every use."""
+    out = model_logits(x, scale, soft_cap, weight_scale)
+    return x if out is x else made_once(out)
+
+
 def processed_logits(x, options: Elementwise, allowed=None):
     """Model logits with the dense options, which have the shape of x here; `-inf` where `mask` or `allowed` is false. A
     masked logit is not read: its NaN is gone. A repeated token's logit is divided if positive, else multiplied."""

@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels import noise, race
 from pallas_kernels.finish import Draw, Piece, finish
-from pallas_kernels.logits import Elementwise, block_of, existing, model_logits, processed_logits
+from pallas_kernels.logits import Elementwise, block_of, existing, made_logits, made_once, processed_logits
 from pallas_kernels.tiles import XlaTiles
 
 COPIED = 2**21  # coordinates of `w` in a block
@@ -59,7 +59,8 @@ def block_logits(h, w, start, size, vocab_axis, precision):
     product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     if vocab_axis == 1:
         return keep_order(product(h, w, (((1,), (0,)), ((), ())))).T
-    return product(w, h, (((1,), (1,)), ((), ())))
+    out = product(w, h, (((1,), (1,)), ((), ())))
+    return made_once(out) if h.shape[1] == 1 else out  # of one coordinate it is a multiplication
 
 
 def fold_blocks(block_fn, merge_fn, vocab, block) -> Any:
@@ -101,7 +102,7 @@ def processed_block(h, w, start, size, options: Elementwise, vocab_axis, precisi
     """(model logits, processed logits) of one block, `[size, rows]`."""
     own = block_of(options, start, size)
     raw = block_logits(h, w, start, size, vocab_axis, precision)
-    model = model_logits(raw, options.scale, options.soft_cap, own.weight_scale)
+    model = made_logits(raw, options.scale, options.soft_cap, own.weight_scale)
     exists = existing(start + lax.broadcasted_iota(jnp.int32, (size, 1), 0), options)
     return processed_logits(model, Elementwise(), exists), processed_logits(model, own, exists)
 

@@ -322,6 +322,8 @@ def test_the_same_sentence_while_tracing():
         jax.jit(lambda h: gumbeljax.sample(h, W, KEY, temperature=-1.0))(H)  # known while tracing
     with pytest.raises(TypeError, match=r"^scale must be a Python number, fixed when the call is traced; got "):
         jax.jit(lambda c: gumbeljax.sample(H, W, KEY, scale=c))(1.0)
+    with pytest.raises(ValueError, match=r"^vocab_axis must be 0 .*; got "):
+        jax.jit(lambda a: gumbeljax.sample(H, W, KEY, vocab_axis=a))(0)
     with pytest.raises(TypeError, match=r"^num_samples must be a Python int, since it sets the shape of the result; got "):
         jax.jit(lambda n: gumbeljax.sample(H, W, KEY, num_samples=n))(2)
 
@@ -377,6 +379,15 @@ def test_good_arguments_pass_the_checks():
     (sample(vocab_axis=0.0), ValueError, "vocab_axis must be 0 .*; got 0.0: .*"),
     (sample(replace=jnp.array(False)), TypeError, "replace must be True or False, .*; got ArrayImpl.*"),
     (sample(implementation=np.array(["xla"])), ValueError, "implementation must be one of .*; got array.*"),
+    (sample(replace=None, num_samples=2), TypeError, "replace must be True or False, .*; got NoneType: make it a constant"),
+    (sample(h=np.ones((2, 16), ">f4")), TypeError, "h must be .*; got ndarray of dtype >f4, which jax does not have: .*"),
+    (sample(temperature=-1e-60), ValueError, "temperature must be finite and at least 0 .*; got -1e-60: .*"),
+    (sample(top_p=1.0000001), ValueError, "top_p must be between 0 and 1 .*; got 1.0000001: .*"),
+    (sample(mask=[-1] * 4), TypeError, r"mask must be boolean, .*; got dtype int64: .* np.asarray\(mask, np.uint32\) for .*"),
+    (sample(h=[[1.0], [1.0, 2.0]]), TypeError, "h must be an array or a number; got list: pass a jax or numpy array"),
+    (sample(mask=[[True], [True, False]]), ValueError, "mask must be lists of one length; got lists of several: .*"),
+    (sample(row_offset=-1), ValueError, r"row_offset must be from 0 to 2\^32 - 1; got -1: .*"),
+    (sample(row_offset=2**40), ValueError, "row_offset must be from 0 to .*; got 1099511627776: .*"),
     (sample(num_samples=2**23 + 1), ValueError, "num_samples must be at most 8388608, .*; got 8388609: .*"),
     (lambda: gumbeljax.log_prob(H, W, None), TypeError, "tokens must be integers; got dtype object: .*"),
 ])

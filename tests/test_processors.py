@@ -315,6 +315,8 @@ def test_options_from_a_configuration():
     wanted = Processors(repetition_penalty=1.05, banned_tokens=[5, 6], end_tokens=[151645, 151643], min_new_tokens=4)
     assert processors == wanted
     assert options_from_config({"do_sample": True, "eos_token_id": 2, "min_new_tokens": 3})["processors"].end_tokens == [2]
+    ends = {"do_sample": True, "eos_token_id": np.int64(2), "min_new_tokens": 3}
+    assert options_from_config(ends)["processors"].end_tokens == [2]
     neutral = {
         "do_sample": True,
         "temperature": None,
@@ -322,7 +324,10 @@ def test_options_from_a_configuration():
         "repetition_penalty": 1.0,
         "suppress_tokens": None,
         "no_repeat_ngram_size": 0,
-        "bad_words_ids": None,
+        "bad_words_ids": [],
+        "sequence_bias": {},
+        "guidance_scale": 1,
+        "penalty_alpha": 0.0,
         "min_new_tokens": None,
     }
     assert options_from_config(neutral) == {}

@@ -172,6 +172,6 @@ def test_errors(sampler):
 
 def test_temperature_of_another_shape():
     with pytest.raises(
-        ValueError, match=r"temperature must be a scalar or of the batch's shape \[2\]; got shape \[3\]"
+        ValueError, match=r"temperature must be a scalar or have the batch's shape \[2\]; got \[3\]"
     ):
         GROUPED(jnp.zeros((2, 3)), jax.random.key(0), temperature=jnp.ones(3))

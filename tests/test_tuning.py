@@ -180,6 +180,10 @@ def test_a_table_that_is_not_there(tmp_path, name, error):
 
 def test_tiles_of_another_version_are_refused(tmp_path):
     path = tmp_path / "x.json"
+    gumbeljax.save_tuning(Tuning((choice(XlaTiles(16), place(4)),)), path)
+    path.write_text(path.read_text().replace('"rows": 4', '"rows": "4"'))
+    with pytest.raises(ValueError, match="rows must be of type int, got '4'"):  # it would break the first draw
+        gumbeljax.load_tuning(path)
     gumbeljax.save_tuning(blocks(16), path)
     path.write_text(path.read_text().replace('"block"', '"chunk"'))
     with pytest.raises(ValueError, match="chunk"):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gumbeljax._call import plain_broadcasting
-from gumbeljax._checks import as_array, is_traced
+from gumbeljax._checks import as_array, is_traced, listed
 from gumbeljax._keys import as_threefry, typed_key
 from gumbeljax._typing import Array, ArrayLike, Key
 from pallas_kernels import noise
@@ -99,9 +99,9 @@ def scaled_reward(arms: Arms, arm: ArrayLike, num_accepted: ArrayLike) -> Array:
     >>> scaled_reward(arms, jnp.array([0, 1, 1]), jnp.array([0, 0, 3]))
     Array([0.33333334, 0.        , 1.        ], dtype=float32)
     """
-    arms = checked(arms)
+    arms, arm = checked(arms), as_array(arm, "arm")
     low, high = reward_range(arms)
-    cost = jnp.sum(jnp.where(is_arm(arms, jnp.asarray(arm)[..., None]), arms.cost, 0), axis=-1)
+    cost = jnp.sum(jnp.where(is_arm(arms, arm[..., None]), arms.cost, 0), axis=-1)
     return scaled((jnp.asarray(num_accepted, jnp.float32) + 1) / jnp.where(cost > 0, cost, jnp.inf), low, high)
 
 
@@ -117,7 +117,7 @@ def reward_range(arms: Arms) -> tuple[Array, Array]:
 
 def is_arm(arms: Arms, arm: ArrayLike) -> Array:
     """bool `[..., arms]`: which arm it is. A comparison, so that an arm that does not exist is none of them."""
-    return jnp.arange(arms.cost.shape[-1]) == arm
+    return jnp.arange(arms.cost.shape[-1]) == as_array(arm, "arm")
 
 
 def is_played(arms: Arms, arm: ArrayLike, num_accepted: ArrayLike) -> Array:
@@ -132,7 +132,9 @@ def checked(arms: Arms) -> Arms:
     if is_traced(arms.draft_len):
         raise TypeError("arms.draft_len must be known when the call is traced, since it bounds shapes; got a traced array: "
                         "make it a constant.")
-    draft_len = np.asarray(arms.draft_len)
+    draft_len = listed(arms.draft_len, "arms.draft_len")
+    if not isinstance(draft_len, np.ndarray):
+        draft_len = np.asarray(draft_len)
     if draft_len.ndim != 1 or draft_len.size == 0:
         raise ValueError(f"arms.draft_len must be [arms] with at least one arm; got shape {list(draft_len.shape)}: "
                          "give each arm its draft length.")

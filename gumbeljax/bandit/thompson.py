@@ -25,7 +25,7 @@ def thompson(arms: Arms, *, a: ArrayLike = 1.0, b: ArrayLike = 1.0) -> Bandit:
 
     After a step `a += num_accepted`, and `b += 1` if a drafted token was rejected, `num_accepted < draft_len`. That is the
     exact posterior when tokens are accepted independently: those behind the first rejection were never tried, and a full
-    accept shows no rejection. Equals go to the lowest index. The law of verified tokens is exact, whatever is chosen.
+    accept shows no rejection. (More accepted than drafted counts as all.) Equals go to the lowest index. The law of verified tokens is exact, whatever is chosen.
 
     Args:
       arms: the arms.
@@ -59,8 +59,9 @@ def thompson(arms: Arms, *, a: ArrayLike = 1.0, b: ArrayLike = 1.0) -> Bandit:
 
     def update(state: ThompsonState, arm, num_accepted, draft_len) -> ThompsonState:
         played = core.is_played(arms, arm, num_accepted)
-        accepted = jnp.asarray(num_accepted, jnp.float32)
-        is_rejected = accepted < jnp.asarray(draft_len, jnp.float32)
+        drafted = jnp.asarray(draft_len, jnp.float32)
+        accepted = jnp.minimum(jnp.asarray(num_accepted, jnp.float32), drafted)  # no more can be, and inf would stay for ever
+        is_rejected = accepted < drafted
         return ThompsonState(state.a + jnp.where(played, accepted, 0), state.b + (played & is_rejected))
 
     return core.bandit(init, select, update)

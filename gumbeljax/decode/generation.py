@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gumbeljax import kv_cache
+from gumbeljax import _checks, kv_cache
 from gumbeljax._call import plain_broadcasting
 from gumbeljax._checks import in_32_bits, is_concrete
 from gumbeljax._typing import ArrayLike, Key
 from gumbeljax.decode.prefilling import prefill
-from gumbeljax.decode.requests import known_vocab, whole_numbers
+from gumbeljax.decode.requests import check_pad, known_vocab, whole_numbers
 from gumbeljax.decode.state import DecodeState, Generation, drawn_tokens, filler, request_keys
 from gumbeljax.decode.steps import Rules, check_values, flattened, run_chunk, steps_per_chunk
 from gumbeljax.decode.stops import find_stop, stop_strings
+from gumbeljax.processing import checked
 from gumbeljax.sampling import sample
 
 FIXED = ("vocab_axis", "valid_vocab", "scale", "soft_cap", "num_samples")  # Python numbers of ``sample``
@@ -24,8 +25,11 @@ FIXED = ("vocab_axis", "valid_vocab", "scale", "soft_cap", "num_samples")  # Pyt
 
 def check_sampling(sampling: Mapping[str, Any]) -> None:
     """Options that no trace can carry get a sentence, not an error from deep inside."""
+    if sampling.get("processors") is not None:
+        checked(sampling["processors"])
     for name, value in sampling.items():
-        if isinstance(value, str | bool) or name in FIXED:
+        is_number = all(hasattr(x, "dtype") or isinstance(x, int | float) for x in jax.tree.leaves(value))
+        if isinstance(value, str | bool) or not is_number or name in FIXED:
             rule = "fixed when traced" if name in FIXED else "a number or an array"
             raise TypeError(
                 f"{name} must be {rule}, since options of the loop are traced, got {value!r}; "
@@ -93,8 +97,8 @@ def resume(
     Consumes ``state`` (its buffers are donated); the returned one takes its place. ``min_new_tokens`` counts from the
     prompt, ``max_new_tokens`` from here. Other arguments as in ``generate``.
     """
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; 8 to 32 is usual.")
+    _checks.count(chunk_size, "chunk_size", "8 to 32 is usual")
+    check_pad(pad_token)
     if (stop := stop_strings(stop)) and text_fn is None:
         raise ValueError(f"stop must go with text_fn, got {list(stop)} alone; pass text_fn=tokenizer.decode.")
     check_sampling(sampling)
@@ -116,7 +120,9 @@ def resume(
     most = int(room.max(initial=0))
     keys = request_keys(key, batch)
     min_lengths = state.prompt_lengths + jnp.asarray(least) if least.any() else None
-    ends = whole_numbers(eos_tokens, "eos_tokens") if is_concrete(eos_tokens) or eos_tokens is None else eos_tokens
+    ends: Any = whole_numbers(eos_tokens, "eos_tokens") if is_concrete(eos_tokens) or eos_tokens is None else eos_tokens
+    if ends.ndim > 1 and (ends.ndim > 2 or len(ends) != batch):
+        raise ValueError(f"eos_tokens must be [n] or {[batch, 'n']}, got shape {list(ends.shape)}; give every row its own.")
     rules = Rules(jnp.asarray(start + room, jnp.int32), min_lengths, jnp.asarray(ends, jnp.int32))
     check_values(state, w, keys, rules, sampling, sample_fn, options_fn)
     stops = _Stops(state, stop, text_fn) if stop and text_fn is not None else None
@@ -227,7 +233,7 @@ def generate(
     """
     if is_concrete(prompts):
         prompts = whole_numbers(prompts, "prompts")
-    least = (np.shape(prompts) or (0,))[-1] + int(np.max(max_new_tokens, initial=0))
+    least = (np.shape(prompts) or (0,))[-1] + int(np.max(whole_numbers(max_new_tokens, "max_new_tokens"), initial=0))
     state = prefill(
         decode_fn, params, prompts, cache, max_length=least if max_length is None else max_length, lengths=lengths,
         pad_token=pad_token, prefill_size=prefill_size, shares_prefix=shares_prefix,

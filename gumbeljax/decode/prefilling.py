@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gumbeljax import kv_cache
+from gumbeljax import _checks, kv_cache
 from gumbeljax._call import plain_broadcasting
 from gumbeljax._checks import is_concrete
 from gumbeljax._typing import ArrayLike
-from gumbeljax.decode.requests import check_ids, whole_numbers
+from gumbeljax.decode.requests import check_ids, check_pad, whole_numbers
 from gumbeljax.decode.state import DecodeState
 from gumbeljax.kv_cache import ContiguousCache, PagedCache
 
@@ -73,7 +73,7 @@ def _checked_lengths(lengths: ArrayLike | None, batch: int, width: int) -> Any:
     """A host array of int32, or what is being traced."""
     if lengths is not None and not is_concrete(lengths):
         return lengths
-    lengths = np.full(batch, width) if lengths is None else np.asarray(lengths)
+    lengths = np.full(batch, width) if lengths is None else whole_numbers(lengths, "lengths")
     if lengths.shape != (batch,) or not np.all((lengths >= 1) & (lengths <= width)):
         raise ValueError(f"lengths must be {batch} numbers from 1 to {width}, got {lengths.tolist()}; fix the prompts.")
     return lengths.astype(np.int32)
@@ -128,8 +128,9 @@ def prefill(
     batch, width = prompts.shape
     if max_length < width:
         raise ValueError(f"max_length must be at least the prompts' width {width}, got {max_length}; raise it.")
-    if prefill_size is not None and prefill_size < 1:
-        raise ValueError(f"prefill_size must be at least 1, got {prefill_size}; leave it out for one pass.")
+    check_pad(pad_token)
+    if prefill_size is not None:
+        _checks.count(prefill_size, "prefill_size", "leave it out for one pass")
     _check_cache(cache, batch, max_length)
     real = _checked_lengths(lengths, batch, width)
     num_shared = 0

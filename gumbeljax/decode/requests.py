@@ -50,6 +50,12 @@ def whole_numbers(x: Any, name: str) -> np.ndarray:
     return values.astype(np.int32)
 
 
+def check_pad(pad_token: Any) -> None:
+    """The pad token is a constant of the loop."""
+    if isinstance(pad_token, bool) or not isinstance(pad_token, int | np.integer):
+        raise TypeError(f"pad_token must be a Python int, got {pad_token!r}; pass a token id.")
+
+
 def known_vocab(w: Any, sample_fn: Callable) -> int | None:
     """Rows of the head, or None where only a ``sample_fn`` of the user's knows what ``w`` is."""
     function = getattr(sample_fn, "func", sample_fn)
@@ -89,6 +95,8 @@ def checked(request: Request, index: int, vocab: int | None = None) -> Request:
     key = as_threefry(typed_key(request.key))
     if key.shape:
         raise ValueError(f"key {whose} must be one key, got keys of shape {list(key.shape)}; give every request its own.")
+    if not isinstance(request.sampling, Mapping):
+        raise TypeError(f"sampling {whose} must be a mapping, got {type(request.sampling).__name__}; leave it out for none.")
     for name, value in request.sampling.items():
         if not (np.asarray(value).dtype == bool or jnp.issubdtype(np.asarray(value).dtype, np.number)):
             raise TypeError(f"{name} {whose} must be numbers, got {value!r}; pass a number or an array.")

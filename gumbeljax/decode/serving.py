@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gumbeljax import kv_cache
+from gumbeljax import _checks, kv_cache
 from gumbeljax._checks import in_32_bits
 from gumbeljax.decode.admission import House, Plan, best_source, num_blocks, plan_round
 from gumbeljax.decode.generation import check_sampling
-from gumbeljax.decode.requests import Output, Request, checked, end_reason, known_vocab
+from gumbeljax.decode.requests import Output, Request, check_pad, checked, end_reason, known_vocab
 from gumbeljax.decode.seating import empty_state, prefill_rows, seat, vacate
 from gumbeljax.decode.state import DecodeState, drawn_tokens, request_keys
 from gumbeljax.decode.steps import Rules, check_values, flattened, run_chunk
@@ -271,8 +271,8 @@ def serve(
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache must be a PagedCache, got {type(cache).__name__}; make it with model.init_paged_cache.")
     for name, size in (("chunk_size", chunk_size), ("prefill_size", prefill_size)):
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}; raise it.")
+        _checks.count(size, name, "raise it")
+    check_pad(pad_token)
     sampling = {name: value for name, value in sampling.items() if value is not None}
     check_sampling(sampling)
     for name, value in sampling.items():

@@ -1,6 +1,6 @@
 """Stop strings, found by the host between chunks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -11,7 +11,7 @@ def stop_strings(stop: str | Sequence[str], name: str = "stop") -> tuple[str, ..
     >>> stop_strings("END"), stop_strings(["a", "b"])
     (('END',), ('a', 'b'))
     """
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    strings = (stop,) if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
     for string in strings:
         if not isinstance(string, str) or not string:  # every text contains the empty one
             raise ValueError(f"{name} must be texts with at least one character, got {string!r}; leave it out.")

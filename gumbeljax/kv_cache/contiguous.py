@@ -9,6 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gumbeljax import _checks
+
 
 class ContiguousCache(NamedTuple):
     """Keys and values of every layer; one array per layer, so that a step updates each in place."""
@@ -37,6 +39,9 @@ def init_contiguous(
     >>> len(cache.keys), cache.keys[0].shape
     (2, (3, 16, 1, 4))
     """
+    sizes = dict(num_layers=num_layers, batch=batch, max_length=max_length, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    for name, size in sizes.items():
+        _checks.count(size, name, "raise it")
     return ContiguousCache(*zeros((batch, max_length, num_kv_heads, head_dim), num_layers, dtype))
 
 

@@ -141,7 +141,10 @@ def select_rows(cache: PagedCache, rows: jax.Array) -> PagedCache:
 
     Its tables are for ``locate`` only: after the pass give the pool back with ``put_back``.
     """
-    pages, rows = cache.pages, _checks.as_ids(_checks.listed(rows))
+    pages, given = cache.pages, _checks.listed(rows, "rows")
+    if not _checks.is_integral(given) or given.ndim != 1:
+        raise ValueError(f"rows must be integers [n]; got {given.dtype}{list(given.shape)}: pass numbers of rows, -1 for none.")
+    rows = _checks.as_ids(given)
     is_row = (rows >= 0) & (rows < pages.lengths.shape[0])  # as in `fork`: any other is an empty row
     safe = jnp.where(is_row, rows, 0)
     return cache._replace(

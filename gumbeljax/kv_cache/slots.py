@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gumbeljax import _checks
 from gumbeljax._call import plain_broadcasting
 from gumbeljax.kv_cache.contiguous import ContiguousCache
 from gumbeljax.kv_cache.paged import PagedCache
@@ -27,6 +28,11 @@ def locate(cache: ContiguousCache | PagedCache, positions: jax.Array) -> Slots:
     A token writes nothing if its position is negative or outside the row's slots, or its page has another owner.
     """
     num_pages, page_size = cache.keys[0].shape[:2]
+    positions = _checks.as_array(positions, "positions")
+    batch = num_pages if isinstance(cache, ContiguousCache) else cache.pages.lengths.shape[0]
+    if not _checks.is_integral(positions) or positions.ndim != 2 or positions.shape[0] != batch:
+        raise ValueError(f"positions must be integers {[batch, 'seq']}, as many rows as the cache; got {positions.dtype}"
+                         f"{list(positions.shape)}: give every token its position.")
     if isinstance(cache, ContiguousCache):
         rows = jnp.broadcast_to(jnp.arange(num_pages)[:, None], positions.shape)
         is_slot = (positions >= 0) & (positions < page_size)

@@ -85,7 +85,8 @@ def init(particles: Any, log_weights: ArrayLike, *, mask: ArrayLike | None = Non
     potential = jnp.zeros_like(log_weights)
     if potential_fn is not None:
         potential = _per_particle(potential_fn(particles), log_weights.shape, "potential_fn")
-    log_weights = jnp.where(alive, log_weights + potential, -jnp.inf)
+    dead = ~alive | (log_weights == -jnp.inf)  # whatever their potential is
+    log_weights = jnp.where(dead, -jnp.inf, log_weights + potential)
     return State(particles, log_weights, potential, jnp.zeros(log_weights.shape[:-1], jnp.float32), alive)
 
 
@@ -158,11 +159,14 @@ def resample(state: State, key: Key, *, resample_fn: Callable = systematic, thre
     size = ess(state.log_weights, mask=state.mask)
     num_alive = jnp.sum(state.mask, axis=-1)
     share = _checks.per_row(threshold, "threshold", size.shape).reshape(size.shape)
-    if _checks.is_concrete(threshold) and np.any(np.isnan(np.asarray(threshold, np.float64))):
+    if not any(map(_checks.is_traced, jax.tree.leaves(threshold))) and np.any(np.isnan(np.asarray(threshold, np.float64))):
         raise ValueError(f"threshold must be a number; got {threshold}: pass 0 for never, 1 for always.")
     due = size < share * num_alive  # never where the ESS is NaN
     own = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), shape)
-    drawn = resample_fn(state.log_weights, keys, mask=state.mask)
+    drawn = _checks.as_array(resample_fn(state.log_weights, keys, mask=state.mask), "the result of resample_fn")
+    if drawn.shape != shape or not _checks.is_integral(drawn):
+        raise ValueError(f"resample_fn must return integers {list(shape)}, an ancestor of each particle; got {drawn.dtype}"
+                         f"{list(drawn.shape)}: leave its num_samples out.")
     drawn = jnp.take_along_axis(drawn, _slots(state.mask, keys), axis=-1)
     ancestors = jnp.where(due[..., None] & state.mask, drawn, own)
     log_weights = jnp.where(due[..., None] & state.mask, 0.0, state.log_weights)

@@ -124,8 +124,13 @@ def log_mean_weight(log_weights: ArrayLike, *, mask: ArrayLike | None = None) ->
     -1000.3799
     """
     x = log_weights_and_mask(log_weights, mask)
+    live = jnp.int32(x.shape[-1]) if mask is None else jnp.broadcast_to(jnp.asarray(mask), x.shape).sum(-1)
+    return _log_mean(x, live)
+
+
+@jax.jit  # its NaN is for groups without a law: on the way to others `jax_debug_nans` is to see none
+def _log_mean(x: Array, live: Array) -> Array:
     weights, top, has_law = scaled_weights(x)
-    live = x.shape[-1] if mask is None else jnp.broadcast_to(jnp.asarray(mask), x.shape).sum(-1)
     mean = _total(weights) / jnp.maximum(live, 1).astype(jnp.float32)
     safe = jnp.where(has_law[..., 0], mean, 1)
     empty = jnp.where(jnp.all(x == -jnp.inf, axis=-1) & (live > 0), -jnp.inf, jnp.nan)

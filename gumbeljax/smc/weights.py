@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gumbeljax import _checks
 from gumbeljax._call import plain_broadcasting
@@ -57,17 +58,36 @@ def cut_tokens(tokens: ArrayLike, is_done: ArrayLike, remaining: ArrayLike, *, e
     if tokens.ndim == 0 or tokens.shape[:-1] != is_done.shape:
         raise ValueError(f"tokens must be [*batch, k] for is_done [*batch]; got {list(tokens.shape)} and "
                          f"{list(is_done.shape)}: give every sequence its tokens.")
-    remaining = _checks.listed(remaining)
+    remaining = _checks.listed(remaining, "remaining")
     if not _checks.is_integral(remaining) or remaining.shape not in ((), is_done.shape):
         raise ValueError(f"remaining must be integers, one or {list(is_done.shape)}; got {remaining.dtype}"
                          f"{list(remaining.shape)}: give every sequence its cap.")
     remaining = jnp.broadcast_to(_checks.as_ids(remaining), is_done.shape)
-    is_end = jnp.zeros(tokens.shape, bool) if eos is None else jnp.isin(tokens, jnp.asarray(eos))
+    is_end = jnp.zeros(tokens.shape, bool)
+    if eos is not None:
+        ends = _checks.listed(eos, "eos")
+        if not _checks.is_integral(ends):
+            raise TypeError(f"eos must be integers; got {ends.dtype}: pass token ids.")
+        is_end = jnp.isin(tokens, _checks.as_ids(ends))
     ended_before = jnp.cumsum(is_end, axis=-1) - is_end > 0
     in_time = jnp.arange(tokens.shape[-1]) < remaining[..., None]
     kept = ~is_done[..., None] & ~ended_before & in_time
     over = is_done | jnp.any(kept & is_end, axis=-1) | (remaining <= tokens.shape[-1])
     return Cut(kept, over)
+
+
+def _alpha(alpha: ArrayLike, shape: tuple[int, ...]) -> Array:
+    """Checked float32 alpha of that shape, or one: known ones are positive and finite, others make a NaN."""
+    out = _checks.as_array(alpha, "alpha").astype(jnp.float32)
+    if out.shape not in ((), shape):
+        raise ValueError(f"alpha must be one number or {list(shape)}, one for each sequence; got {list(out.shape)}: repeat it "
+                         "for its particles.")
+    if not any(map(_checks.is_traced, jax.tree.leaves(alpha))):
+        given = np.asarray(alpha, np.float32).reshape(-1)
+        if np.any(bad := ~((given > 0) & (given < np.inf))):
+            raise ValueError(f"alpha must be positive and finite; got {given[bad][0]:g}: pass 1 for the target itself.")
+        return out
+    return jnp.where((out > 0) & (out < jnp.inf), out, jnp.nan)
 
 
 @plain_broadcasting()
@@ -82,7 +102,7 @@ def log_weight(target_log_probs: ArrayLike, proposal_log_probs: ArrayLike, *, al
     Args:
       target_log_probs: f32 `[*batch, k]`, of the tokens under the target at its temperature.
       proposal_log_probs: f32 `[*batch, k]`, under the law that each token was drawn from.
-      alpha: number or `[*batch]`, positive.
+      alpha: number or `[*batch]`, positive; a traced one that is not gives NaN.
       kept: bool `[*batch, k]`, of `cut_tokens`, or `[k]`, those of all; what is not kept is not read.
 
     Returns:
@@ -96,11 +116,7 @@ def log_weight(target_log_probs: ArrayLike, proposal_log_probs: ArrayLike, *, al
     if p.shape != q.shape or p.ndim == 0:
         raise ValueError(f"proposal_log_probs must have the shape of target_log_probs {list(p.shape)}, [*batch, k]; got "
                          f"{list(q.shape)}: score the same tokens under both.")
-    alpha = _checks.as_array(alpha, "alpha")
-    if alpha.shape not in ((), p.shape[:-1]):
-        raise ValueError(f"alpha must be one number or {list(p.shape[:-1])}, one for each sequence; got {list(alpha.shape)}: "
-                         "repeat it for its particles.")
-    alpha = alpha.astype(jnp.float32)[..., None]
+    alpha = _alpha(alpha, p.shape[:-1])[..., None]
     each = jnp.where(p == -jnp.inf, -jnp.inf, alpha * p.astype(jnp.float32) - q.astype(jnp.float32))
     if kept is not None:
         kept = _checks.as_array(kept, "kept")
@@ -143,5 +159,5 @@ def first_token_keys(key: Key, num_particles: int, *, alpha: ArrayLike = 1.0) ->
     key, num_particles = as_threefry(typed_key(key)), _checks.count(num_particles, "num_particles")
     own = jax.vmap(lambda k: jax.vmap(lambda i: jax.random.fold_in(k, i))(jnp.arange(num_particles)))(key.reshape(-1))
     own = own.reshape(*key.shape, num_particles)
-    shared = jnp.broadcast_to(jnp.asarray(alpha) == 1, key.shape)
+    shared = jnp.broadcast_to(_alpha(alpha, key.shape) == 1, key.shape)
     return gather(own, jnp.where(shared[..., None], 0, jnp.arange(num_particles)))

@@ -19,7 +19,7 @@ class Law(NamedTuple):
     """`softmax(l / temperature)` at every position, `l` from hidden states and an output table, or given.
 
     `h` is `[*batch, positions, d_model]` with `w` as in `gumbeljax.sample`, or, with `w=None`, the logits
-    `[*batch, positions, vocab]` themselves (scaled and capped already). All other options are those of `gumbeljax.sample`, with
+    `[*batch, positions, vocab]` themselves (scaled and capped already, and no `implementation` to name). All other options are those of `gumbeljax.sample`, with
     the same order of processing. An option over rows may be given once, for each request `[*batch, ...]`, which repeats it for
     the request's positions, or for each position `[*batch, positions, ...]`: that is where penalties differ, since a position
     has the drafted tokens before it in its counts (`position_counts`).
@@ -66,7 +66,7 @@ def spread(x, name: str, shape: tuple[int, ...]):
         return x._replace(**{field: spread(value, field, shape) for field, value in x._asdict().items()})
     if x is None or isinstance(x, dict | str) or len(shape) == 1:
         return x
-    given, x = x, _checks.listed(x)
+    given, x = x, _checks.listed(x, name)
     if x.ndim != len(shape) - 1 + tail or x.shape[: len(shape) - 1] != shape[:-1]:
         return given
     xp = np if isinstance(x, np.ndarray) else jnp  # numpy keeps 64 bits and concrete values for the checks
@@ -95,6 +95,10 @@ def prepare_law(law: Law, name: str) -> tuple[Operands, Config, tuple[int, ...]]
     if law.scale is not None or law.soft_cap is not None:
         raise ValueError(f"{name} must have no scale and no soft_cap when it is given as logits; got scale={law.scale}, "
                          f"soft_cap={law.soft_cap}: apply them to the logits.")
+    if law.vocab_axis not in (0, -1) or law.implementation not in (None, "xla"):
+        raise ValueError(f"{name} must have no vocab_axis and no implementation but 'xla' when it is given as logits "
+                         f"[*batch, positions, vocab]; got vocab_axis={law.vocab_axis!r}, "
+                         f"implementation={law.implementation!r}: leave them out.")
     return prepare_logits(h, **options)
 
 
@@ -112,7 +116,7 @@ def position_counts(counts: TokenCounts, draft_tokens: ArrayLike) -> TokenCounts
     """
     if not isinstance(counts, TokenCounts):
         raise TypeError(f"counts must be a gumbeljax.TokenCounts; got {type(counts).__name__}: make them with count_tokens.")
-    tokens, vocab = _checks.listed(draft_tokens), counts.output.shape[-1]
+    tokens, vocab = _checks.listed(draft_tokens, "draft_tokens"), counts.output.shape[-1]
     if not _checks.is_integral(tokens) or tokens.ndim == 0 or tokens.shape[:-1] != counts.output.shape[:-1]:
         raise ValueError(f"draft_tokens must be integers {[*counts.output.shape[:-1], 'draft_len']}, as counts; "
                          f"got {tokens.dtype}{list(tokens.shape)}: give every request its draft.")
@@ -132,14 +136,15 @@ class Drafts(NamedTuple):
 
 def check_drafts(draft_tokens: ArrayLike, draft_lens: ArrayLike | None, shape: tuple[int, ...], chains: bool) -> Drafts:
     """Drafts against the shape of the target's rows, `[*batch, positions]` or `[*batch, chains, positions]`."""
-    tokens = _checks.listed(draft_tokens)
+    tokens = _checks.listed(draft_tokens, "draft_tokens")
     wanted = (*shape[:-1], shape[-1] - 1)
     if tokens.shape != wanted or len(wanted) < 1 + chains or 0 in shape[len(shape) - 1 - chains:]:
         raise ValueError(f"draft_tokens must be [*batch, {'chains, ' * chains}draft_len] where the target has positions "
                          f"[*batch, {'chains, ' * chains}draft_len + 1]; got {list(tokens.shape)} and {list(shape)}: the "
                          "target scores one position more, for the token after the draft.")
     batch_shape = wanted[:-1 - chains]
-    tokens = _checks.token_ids(tokens, wanted).reshape(math.prod(batch_shape), wanted[-2] if chains else 1, wanted[-1])
+    tokens = _checks.token_ids(tokens, wanted, "draft_tokens")
+    tokens = tokens.reshape(math.prod(batch_shape), wanted[-2] if chains else 1, wanted[-1])
     lens = jnp.full(tokens.shape[:2], wanted[-1], jnp.int32)
     if draft_lens is not None:
         draft_lens = _checks.as_array(_checks.in_32_bits(draft_lens), "draft_lens")

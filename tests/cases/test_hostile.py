@@ -184,6 +184,12 @@ def test_lists_that_went_into_jit():
     assert ban(Processors(banned_tokens=[4, 3])).tolist() == [2, 2]
 
 
+def test_a_list_of_traced_thresholds():
+    state = smc.init(jnp.zeros((2, 3)), jnp.array([[0.0, -1.0, -1.0]] * 2))
+    resampled = jax.jit(lambda x: smc.resample(state, KEY, threshold=[x, 0.0])[1].resampled)(1.0)
+    assert resampled.tolist() == [True, False]
+
+
 def test_a_list_of_traced_numbers():
     law = lambda a: Law(jnp.ones((2, 3, 9)).at[..., 0].set(2), temperature=[a, 0.0])  # noqa: E731
     out = jax.jit(lambda a: speculative.verify(law(a), None, jnp.zeros((2, 2), int), KEY))(0.5)
@@ -200,6 +206,12 @@ def test_no_nan_is_made_on_the_way():
         draw = functools.partial(gumbeljax.sample_with_log_probs, w=w, key=KEY, **options)
         error, out = checkify.checkify(draw, errors=checkify.float_checks)(H)
         assert error.get() is None and (out.token >= 0).all()
+
+
+def test_no_nan_is_made_for_groups_that_have_a_law():
+    with jax.debug_nans(True):
+        assert (groups.summarize(H, KEY).token >= 0).all()
+        assert smc.log_evidence(STATE) == 0.0
 
 
 def test_nothing_to_summarize_and_leaves_of_numpy():
@@ -267,12 +279,58 @@ def test_padded_end_tokens_in_an_eager_loop():
     np.testing.assert_array_equal(eager, jax.jit(run)(state)[1])
 
 
+def looped(**options):
+    return lambda: generate(*TOY, np.ones((2, 3), int), (), KEY, **{"max_new_tokens": 2, **options})
+
+
+def processed(**fields):
+    return lambda: gumbeljax.greedy(H, W, processors=Processors(**fields))
+
+
 BAD = [
-    (lambda: gumbeljax.greedy(H, W, processors=Processors(banned_tokens=[[1], [1, 2]])), "banned_tokens must be lists of one"),
-    (lambda: gumbeljax.greedy(H, W, processors=Processors(repetition_penalty=2.0, counts=[1])), "counts must be a"),
+    (processed(banned_tokens=[[1], [1, 2]]), "banned_tokens must be lists of one"),
+    (processed(repetition_penalty=2.0, counts=[1]), "counts must be a"),
     (lambda: gumbeljax.count_tokens(jnp.zeros((2, 3), int), vocab=5, lengths=[1, 2, 3]), "lengths must be a scalar or"),
     (lambda: gumbeljax.count_tokens(jnp.zeros((2, 3), int), vocab=5.0), "vocab must be a Python int"),
     (lambda: gumbeljax.greedy(H, W, mask=np.array([31])), "mask must be boolean.* int64"),
+    (lambda: gumbeljax.count_tokens([[1, 2]], vocab=5, lengths=[1.5]), "lengths must be integers"),
+    (processed(repetition_penalty=1e39, counts=seen()), "repetition_penalty must be"),
+    (processed(repetition_penalty=1e-40, counts=seen()), "repetition_penalty must be"),
+    (processed(presence_penalty=1e39, counts=seen()), "presence_penalty must be"),
+    (processed(presence_penalty=1.0, counts=seen()._replace(output=H)),
+     "counts must be .*; got .2, 5., .2, 4."),
+    (processed(presence_penalty=1.0, counts=seen()._replace(output=jnp.ones((2, 5)))),
+     "counts must be boolean .in_prompt. and integers"),
+    (processed(end_tokens=[1], min_new_tokens=2, counts=gumbeljax.count_tokens([1], 5)),
+     r"counts must be \[2, 5\]"),  # one row's would be everybody's
+    (processed(end_tokens=[1], min_new_tokens=np.nan, num_new_tokens=0),
+     "min_new_tokens must be an integer"),
+    (lambda: gumbeljax.kept_tokens(H, W, groups=True), "a law over the vocabulary takes the options"),
+    (lambda: gumbeljax.choose_implementation(H, W, foo=1), "choose_implementation takes the options"),
+    (lambda: reference.grouped_gumbel_max(H, KEY, temperature="a"), "temperature must be a number"),
+    (lambda: reference.gumbel_max(None, KEY), "logits must be an array"),
+    (lambda: speculative.verify(Law(H, W), None, [1.0], KEY), "draft_tokens must be integers"),
+    (lambda: speculative.verify(Law(H, W, temperature=[[1], [1, 2]]), None, [1], KEY), "temperature must be .*; got list"),
+    (lambda: speculative.verify(Law(H[None], W, temperature=[[1], [1, 2]]), None, [[1]], KEY), "temperature must be lists of"),
+    (lambda: speculative.verify(Law(H, implementation="triton"), None, [1], KEY), "target must have no vocab_axis and no"),
+    (lambda: smc.log_weight(jnp.zeros(3), jnp.zeros(3), alpha=-1.0), "alpha must be positive and finite; got -1"),
+    (lambda: smc.first_token_keys(KEY, 2, alpha=[1.0, 2.0]), "alpha must be one number or"),
+    (lambda: smc.cut_tokens(jnp.zeros((2, 3), int), jnp.zeros(2, bool), 9, eos=2.0), "eos must be integers"),
+    (lambda: smc.resample(STATE, KEY, resample_fn=lambda x, key, mask: jnp.zeros(2, int)), "resample_fn must return integers"),
+    (lambda: bandit.ucb1(bandit.Arms([[1], [1, 2]])), "arms.draft_len must be lists of one length"),
+    (lambda: kv_cache.init_contiguous(1, 2, -8, 1, 2), "max_length must be at least 1"),
+    (lambda: kv_cache.select_rows(kv_cache.init_paged(1, 2, 8, 1, 2), [0.0]), "rows must be integers"),
+    (lambda: kv_cache.locate(kv_cache.init_paged(1, 2, 8, 1, 2), jnp.zeros(2, int)), "positions must be integers"),
+    (looped(lengths=[1.5, 2]), "lengths must be whole numbers"),
+    (looped(max_new_tokens="2"), "max_new_tokens must be whole numbers"),
+    (looped(eos_tokens=[[[1], [2]]]), "eos_tokens must be"),
+    (looped(eos_tokens=[[1]] * 3), "eos_tokens must be"),
+    (looped(stop=3, text_fn=str), "stop must be texts"),
+    (looped(pad_token=1.5), "pad_token must be a Python int"),
+    (looped(chunk_size=1.5), "chunk_size must be a Python int"),
+    (looped(processors=3), "processors must be a"),
+    (looped(precision=jax.lax.Precision.HIGH), "precision must be a number or an array"),
+    (lambda: checked(Request([1], KEY, 3, sampling=None), 7), "sampling of request 7 must be a mapping"),
     (lambda: gumbeljax.gumbel_softmax(jnp.zeros((2, 0)), KEY), "logits must have at least one choice"),
     (lambda: gumbeljax.gumbel_softmax(H, KEY, axis=(0, 1)), "axis must name an axis"),
     (lambda: gumbeljax.gumbel_softmax(H, KEY, hard=1), "hard must be True or False"),
@@ -303,6 +361,26 @@ BAD = [
 def test_one_sentence(call, message):
     with pytest.raises((ValueError, TypeError), match=f"^{message}"):
         call()
+
+
+def test_counts_beyond_the_integers_of_float32():
+    late = Processors(end_tokens=[4], min_new_tokens=2**24 + 1, num_new_tokens=2**24)
+    assert gumbeljax.greedy(H, W).tolist() == [4, 4] and gumbeljax.greedy(H, W, processors=late).tolist() == [3, 3]
+
+
+def test_more_accepted_than_drafted_is_all():
+    arms = bandit.thompson(bandit.Arms([4, 4]))
+    assert arms.update(arms.init(), 1, np.inf, 4).a.tolist() == [1.0, 5.0]
+
+
+def test_a_dead_particle_stays_dead_whatever_its_potential():
+    state = smc.init(jnp.zeros(2), jnp.array([0.0, -jnp.inf]), potential_fn=lambda x: jnp.array([0.0, jnp.inf]))
+    assert state.log_weights.tolist() == [0.0, -np.inf]
+
+
+def test_the_choice_takes_all_options_of_a_draw():
+    assert gumbeljax.choose_implementation(H, W, num_samples=2, replace=False, row_offset=1) == "xla"
+    assert gumbeljax.choose_implementation(H, W, method="categorical", mode="high") == "xla"
 
 
 def test_one_end_token_and_one_stop_string_need_no_list():

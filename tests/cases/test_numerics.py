@@ -124,6 +124,27 @@ def test_log_probs_at_tiny_temperatures(dtype):
     np.testing.assert_array_equal(gumbeljax.greedy(h, w), 2)
 
 
+@pytest.mark.parametrize("kind", ["scale", "soft_cap", "quantised", "one coordinate", "categorical"])
+def test_products_behind_the_head_at_tiny_temperatures(kind):
+    """XLA may make a logit that is a product twice, rounded and within a fused multiply-add: their difference, divided by the
+    temperature, gave rows without a law."""
+    rng, rows = np.random.default_rng(0), 32
+    h, w = (jnp.asarray(rng.normal(size=(n, 1 if kind == "one coordinate" else 16)), jnp.float32) for n in (rows, 333))
+    options = {"soft_cap": {"soft_cap": 7.3}, "categorical": {"scale": 0.3, "method": "categorical"}}.get(kind, {"scale": 0.3})
+    w = gumbeljax.quantize_head(w) if kind == "quantised" else w
+    t = jnp.repeat(jnp.array([1e-20, 0.0]), rows)
+    out = gumbeljax.sample_with_log_probs(jnp.tile(h, (2, 1)), w, jax.random.key(0), temperature=t, top_p=0.9, **options)
+    np.testing.assert_array_equal(out.token[:rows], out.token[rows:])
+    np.testing.assert_allclose(out.tempered_log_prob, 0.0, atol=1e-5)
+
+
+def test_a_quantised_head_with_large_logits():
+    logits = np.float32([3e20, 1.0])
+    head = gumbeljax.quantize_head(jnp.diag(logits))
+    assert gumbeljax.greedy(jnp.ones(2), head) == 0
+    assert gumbeljax.sample_with_log_probs(jnp.ones(2), head, jax.random.key(0)).model_log_prob == 0.0
+
+
 @pytest.mark.parametrize("temperature", [1e-30, 1e-9, 1e-3])
 def test_two_equal_maxima_share_evenly_at_tiny_temperatures(temperature):
     """Greedy up to ties: the noise must not be rounded away, nor the tie fall to the lower id."""

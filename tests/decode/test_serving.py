@@ -159,7 +159,7 @@ def test_what_ends_a_request_first_wins():
         ({}, {"vocab_axis": 1}, TypeError, "vocab_axis must be fixed when traced, .*; pass sample_fn"),
         ({}, {"logit_bias": {1: 2.0}}, TypeError, "logit_bias must be a number or an array, .* got dict"),
         ({"max_new_tokens": 2.5}, {}, TypeError, "max_new_tokens of request 0 must be whole numbers"),
-        ({}, {"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
+        ({}, {"chunk_size": 0}, ValueError, "chunk_size must be at least 1; got 0"),
         ({}, {"cache": "contiguous"}, TypeError, "cache must be a PagedCache, got ContiguousCache"),
     ],
 )

@@ -182,6 +182,17 @@ def test_bad_arguments_of_on_mesh():
     refuses(rf"^temperature must be a scalar or have the batch's shape \[{ROWS}\]; got \[3\]",
             functools.partial(draw, data_axis="data", temperature=np.ones(3)), h, w, keys)
     refuses(r"^temperature must be finite", functools.partial(draw, temperature=-1.0), h, w, keys)
+    refuses(r"^top_k must be at least -1", functools.partial(draw, top_k=np.full(ROWS, -3)), h, w, keys)
+    counts = gumbeljax.count_tokens(np.zeros((ROWS, 1), int), VOCAB)
+    hurts = gumbeljax.Processors(repetition_penalty=-1.0, counts=counts)
+    refuses(r"^repetition_penalty must be finite and positive", functools.partial(draw, processors=hurts), h, w, keys)
+    for wrong, sentence in [({"processors": {}}, r"^processors must be a gumbeljax.Processors; got dict"),
+                            ({"mask": [1] * (VOCAB // 32)}, r"^mask must be boolean, .*; got dtype int64"),
+                            ({"mesh": "tp"}, r"^mesh must be a jax.sharding.Mesh or None; got str")]:
+        with pytest.raises(TypeError, match=sentence):
+            draw(h, w, keys, **wrong)
+    with pytest.raises(TypeError, match=r"^fn must be gumbeljax.sample, "):
+        sharding.on_mesh(gumbeljax.kept_tokens, mesh=mesh, axis_name="tp")
     refuses(rf"^logit_bias must be as wide as the vocabulary of w, {VOCAB}", functools.partial(draw, logit_bias=np.ones(7)),
             h, w, keys)
     mesh = meshes.mesh_of((2, 4), kind=jax.sharding.AxisType.Explicit)

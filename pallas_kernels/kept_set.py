@@ -103,9 +103,9 @@ class Prefix(NamedTuple):
 
     t: Any
     top: Any
-    end: Kept | None
+    end: Any  # a Kept, or None without top_k and top_p
     min_p: Any
-    leading: Leading | None  # groups that hold all of it where its end lies above the least of their maxima
+    leading: Any  # None, or the groups that hold all of it where its end lies above the least of their maxima
 
     def has(self, x, ids):
         """Which of the processed logits x, of the tokens `ids`, are in it; NaN ones are, to be seen later."""

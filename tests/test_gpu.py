@@ -82,7 +82,8 @@ def test_no_row_is_lost_at_tiny_temperatures(kind, top_p):
     options = {"soft_cap": 7.3} if kind == "soft_cap" else {"scale": 0.3}
     t = jnp.asarray(rng.choice([0.0, 1e-20, 1e-8], 64), jnp.float32)
     for name in runnable(h, w, top_p=top_p):
-        out = gumbeljax.sample_with_log_probs(h, w, jax.random.key(0), temperature=t, top_p=top_p, implementation=name, **options)
+        out = gumbeljax.sample_with_log_probs(h, w, jax.random.key(0), temperature=t, top_p=top_p, implementation=name,
+                                              **options)
         assert np.all(np.asarray(out.token) >= 0) and np.all(np.asarray(out.tempered_log_prob) > -3), name
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
 from gumbeljax import _checks, _compat, _tuning
 from gumbeljax._tuning import Tiles, Tuning
@@ -69,6 +70,8 @@ def why_not(name: str, h, w, device: DeviceFacts, *, vocab_axis=0, options=Eleme
     """Why an implementation cannot run a checked call, or None if it can; arguments as in `choose`."""
     if reason := _unavailable(name, device):
         return reason
+    if name != "xla" and export.is_symbolic_dim(h.shape[0]):
+        return "its programs are for one number of rows, and that of an exported call may be any"
     if filters and name == "mosaic":
         return "it has no top_k, top_p and min_p"
     if filters and name == "triton" and not one_draw:
@@ -117,7 +120,8 @@ def plan(h, w, implementation: str | Tuning | None, device: DeviceFacts, *, voca
     if isinstance(implementation, Tuning):
         tables, implementation = (implementation, *tables), None
     _checks.choice(implementation, "implementation", (None, *NAMES))
-    for table in () if call.get("filters") else tables:  # they were measured without filters
+    is_measured = not call.get("filters") and not export.is_symbolic_dim(h.shape[0])  # they are of some rows, without filters
+    for table in tables if is_measured else ():
         found = table.find(_tuning.place_of(device.kind, h, w, vocab_axis))
         if (found is not None and implementation in (None, found.implementation)
                 and why_not(found.implementation, h, w, device, vocab_axis=vocab_axis, **call) is None):

@@ -9,6 +9,7 @@ are traced, scalars or per row. Inside one compiled function they may change fro
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sized
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ def occurrences(tokens: ArrayLike, shape: tuple[int, ...]) -> Array:
                          f"{list(tokens.shape)}: give every row its own.")
     tokens = _checks.as_ids(tokens)
     of_each_row = tokens.shape[-1] if tokens.ndim == len(shape) else 1
-    flat = jnp.where((tokens >= 0) & (tokens < vocab), tokens, vocab).reshape(int(np.prod(batch)), of_each_row)
+    flat = jnp.where((tokens >= 0) & (tokens < vocab), tokens, vocab).reshape(math.prod(batch), of_each_row)
     one_row = lambda ids: jnp.zeros(vocab, jnp.int32).at[ids].add(1, mode="drop")  # noqa: E731
     return jax.vmap(one_row)(flat).reshape(shape)
 
@@ -265,7 +266,7 @@ def dense(processors: Processors | None, bias: Array | None, mask: Array | None,
             raise TypeError(f"counts must be boolean (in_prompt) and integers (output); got {counts.in_prompt.dtype} and "
                             f"{counts.output.dtype}: make them with count_tokens.")
         p = p._replace(counts=counts)
-    rows = int(np.prod(batch_shape))
+    rows = math.prod(batch_shape)
     lists = {}
     for name in LISTS:
         if (x := getattr(p, name)) is not None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import noise, race
-from pallas_kernels.logits import Elementwise, inverse_temperature, made_logits, made_once, processed_logits, rows_of
+from pallas_kernels.logits import Elementwise, at_most, inverse_temperature, made_logits, made_once, processed_logits, rows_of
 
 GATHER = 2**23  # coordinates of `w` read at a time, by one kernel; on a CPU XLA writes them down twice:
 CPU_GATHER = 2**18
@@ -67,7 +67,7 @@ def token_logits(h, w, ids, vocab_axis):
     def of_rows(h, ids, coordinates):
         # A few ids at a time: 16 rows of `w` for each row of h can be more than the logits.
         (num, rows), width = ids.shape, h.shape[1]
-        if num * rows * width <= coordinates:
+        if at_most(num * rows * width, coordinates, if_unknown=True):
             return jax.vmap(of_row)(h, ids.T).T
         part = num
         while part * width > coordinates and part % (2 * noise.GROUP) == 0:

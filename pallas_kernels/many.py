@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 
 from pallas_kernels import noise, race
 from pallas_kernels.finish import Draw, Piece, finish, group_logits, has_law, log_normalizer_of, log_probs_in_group
@@ -41,7 +41,7 @@ def pieces(h, w, keys, t, options: Elementwise, top, total, model_mass, *, num_s
         return Piece(draw, won, None)
 
     gathered = noise.GROUP * h.shape[0] * (1 if w is None else h.shape[1])
-    batch = max(1, CHUNK // max(1, top.size, gathered))
+    batch = 1 if export.is_symbolic_dim(gathered) else max(1, CHUNK // max(1, top.size, gathered))
     out = lax.map(one, jnp.arange(num_samples, dtype=jnp.int32), batch_size=min(batch, num_samples))
     return out._replace(model_mass=model_mass)
 

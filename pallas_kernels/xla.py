@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels import noise, race
 from pallas_kernels.finish import Draw, Piece, finish
-from pallas_kernels.logits import Elementwise, block_of, existing, made_logits, made_once, processed_logits
+from pallas_kernels.logits import Elementwise, at_most, block_of, existing, made_logits, made_once, processed_logits
 from pallas_kernels.tiles import XlaTiles
 
 COPIED = 2**21  # coordinates of `w` in a block
@@ -26,7 +26,8 @@ def choose_tiles(h, w, vocab: int) -> XlaTiles:
     block by block: a whole table of them takes XLA ten times as long."""
     if w is None:
         return XlaTiles()
-    if h.dtype == w.dtype == jnp.float32 and h.shape[0] * vocab <= XlaTiles().block * h.shape[1]:
+    few = at_most(h.shape[0] * vocab, XlaTiles().block * h.shape[1], if_unknown=False)
+    if h.dtype == w.dtype == jnp.float32 and few:
         return whole(vocab)
     return XlaTiles(block_of_width(h.shape[1]))
 

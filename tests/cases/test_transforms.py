@@ -2,13 +2,14 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import gumbeljax
-from gumbeljax import sampling
+from gumbeljax import _implementation, sampling
 from tests import heads
 from tests.cases import routes
 
@@ -211,6 +212,35 @@ def test_new_values_compile_nothing():
     for bias in (np.zeros(60), jnp.ones(60, jnp.bfloat16), {3: 1.0}, {3: 1.0, 9: jnp.float32(2)}, {}):
         gumbeljax.sample(h, w, key, logit_bias=bias)
     assert sampling._draw._cache_size() == size + 1
+
+
+EXPORTED = {
+    "draw": lambda h, w, key: gumbeljax.sample_with_log_probs(h, w, key, temperature=0.7),
+    "filters": lambda h, w, key: gumbeljax.sample(h, w, key, top_k=50, top_p=0.9),
+    "several": lambda h, w, key: gumbeljax.sample(h, w, key, num_samples=3),
+    "distinct": lambda h, w, key: gumbeljax.sample(h, w, key, num_samples=3, replace=False),
+    "gradient": lambda h, w, key: jax.grad(lambda w: gumbeljax.log_prob(h, w, jnp.argmax(h, axis=1)).sum())(w),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_export_for_any_batch(name):
+    batch, = jax.export.symbolic_shape("b")
+    h, w = heads.exact_head(60, 16, 5)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((batch, 16), w.shape)]
+    exported = jax.export.export(jax.jit(EXPORTED[name]))(*shapes, jax.eval_shape(lambda: jax.random.key(0)))
+    for rows in (1, 5):
+        got, want = (f(h[:rows], w, jax.random.key(3)) for f in (exported.call, EXPORTED[name]))
+        chex.assert_trees_all_close(got, want, atol=1e-6)
+
+
+def test_kernels_are_not_chosen_for_any_batch():
+    hopper = _implementation.DeviceFacts("gpu", (9, 0), 132, "NVIDIA H200")
+    h, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((*jax.export.symbolic_shape("b"), 128), (512, 128)))
+    with pytest.warns(UserWarning, match="for one number of rows"):
+        assert _implementation.plan(h, w, None, hopper).implementation == "xla"
+    with pytest.raises(NotImplementedError, match="for one number of rows"):
+        _implementation.plan(h, w, "triton", hopper)
 
 
 def test_disable_jit_and_leak_checks():

@@ -210,8 +210,9 @@ def follows_shardings[F: Callable](fn: F) -> F:
             return fn(*args, **kwargs)  # whose message it is
         h, w, vocab_axis = given["h"], given["w"], given.get("vocab_axis", 0)
         is_plain = given.get("axis_name") is None and given.get("method") != "categorical" and isinstance(vocab_axis, int)
-        if is_plain and _ndim(h, "h") and _ndim(_checks.table_of(w), "w") == 2 and vocab_axis in (0, 1, -1, -2):
-            layout = explicit_layout(h, _checks.table_of(w), vocab_axis % 2)
+        table, name = _checks.table_of(w), "w.qvalue" if _checks.is_quantized(w) else "w"
+        if is_plain and _ndim(h, "h") and _ndim(table, name) == 2 and vocab_axis in (0, 1, -1, -2):
+            layout = explicit_layout(h, table, vocab_axis % 2)
             if layout is not None:
                 return run(wrapper, layout, h, w, {k: v for k, v in given.items() if k not in ("h", "w")})
         return fn(*args, **kwargs)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gumbeljax import _checks, _keys
-from gumbeljax._mesh import quoted
+from gumbeljax._mesh import explicit_axes, quoted
 from gumbeljax.processing import LISTS, Processors, TokenCounts, checked, filters, numbers_of, token_lists
 
 PER_TOKEN = ("logit_bias", "mask")  # options whose last axis is the vocabulary
@@ -50,19 +50,12 @@ class Call(NamedTuple):
         return jax.tree.map_with_path(lambda path, x: self.spec(name_of(path), x.shape, batch_shape, width), options)
 
 
-def _is_explicit(sharding) -> bool:
-    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    named = [name for entry in sharding.spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
-    return any(kinds[name] == AxisType.Explicit for name in named)
-
-
 def explicit_layout(h, w, vocab_axis: int) -> Layout | None:
     """The layout that the types of h and w ask for, or None when neither is cut over an explicit axis."""
-    cut = [jax.typeof(x).sharding for x in (h, w) if isinstance(x, jax.Array)]
-    cut = [sharding for sharding in cut if _is_explicit(sharding)]
+    cut = [x for x in (h, w) if any(explicit_axes(x, axis) for axis in range(np.ndim(x)))]
     if not cut:
         return None
-    mesh = cut[0].mesh
+    mesh = jax.typeof(cut[0]).sharding.mesh
     h_spec = tuple(jax.typeof(h).sharding.spec) if isinstance(h, jax.Array) else (None,) * np.ndim(h)
     w_spec = tuple(jax.typeof(w).sharding.spec) if isinstance(w, jax.Array) else (None, None)
     for name, entry in (("h", h_spec[-1]), ("w", w_spec[1 - vocab_axis])):

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import noise, race
-from pallas_kernels.logits import Elementwise, at_most, inverse_temperature, made_logits, made_once, processed_logits, rows_of
+from pallas_kernels.logits import Elementwise, inverse_temperature, made_logits, made_once, processed_logits, rows_of
+from pallas_kernels.tiles import at_most
 
 GATHER = 2**23  # coordinates of `w` read at a time, by one kernel; on a CPU XLA writes them down twice:
 CPU_GATHER = 2**18

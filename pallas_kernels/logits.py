@@ -6,7 +6,7 @@ Order: `weight_scale -> scale -> soft_cap -> [model law] -> bias -> factor, offs
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import export, lax
+from jax import lax
 
 TINY = 2.0**-100  # a temperature below it is greedy: (l - top) / T would leave the range of float32
 
@@ -34,11 +34,6 @@ class Elementwise(NamedTuple):
     def dense(self) -> dict:
         """The options over the vocabulary that are there, by name."""
         return {name: x for name in DENSE if (x := getattr(self, name)) is not None}
-
-
-def at_most(size, bound: int, *, if_unknown: bool) -> bool:
-    """`size <= bound`; `if_unknown` where it is a symbol (`jax.export`), which may be any number."""
-    return if_unknown if export.is_symbolic_dim(size) else size <= bound
 
 
 def of_model(options: Elementwise) -> Elementwise:

@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
+from jax import export
+
 from pallas_kernels.noise import GROUP
+
+
+def at_most(size, bound: int, *, if_unknown: bool) -> bool:
+    """`size <= bound`; `if_unknown` where it is a symbol (`jax.export`), which may be any number."""
+    return if_unknown if export.is_symbolic_dim(size) else size <= bound
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from jax import lax
 
 from pallas_kernels import noise, race
 from pallas_kernels.finish import Draw, Piece, finish
-from pallas_kernels.logits import Elementwise, at_most, block_of, existing, made_logits, made_once, processed_logits
-from pallas_kernels.tiles import XlaTiles
+from pallas_kernels.logits import Elementwise, block_of, existing, made_logits, made_once, processed_logits
+from pallas_kernels.tiles import XlaTiles, at_most
 
 COPIED = 2**21  # coordinates of `w` in a block
 WIDTH = 64  # ids that share a kept score

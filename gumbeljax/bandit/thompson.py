@@ -25,8 +25,8 @@ def thompson(arms: Arms, *, a: ArrayLike = 1.0, b: ArrayLike = 1.0) -> Bandit:
 
     After a step `a += num_accepted`, and `b += 1` if a drafted token was rejected, `num_accepted < draft_len`. That is the
     exact posterior when tokens are accepted independently: those behind the first rejection were never tried, and a full
-    accept shows no rejection. (More accepted than drafted counts as all.)
-    Equals go to the lowest index. The law of verified tokens is exact, whatever is chosen.
+    accept shows no rejection. (More accepted than drafted counts as all.) Equals go to the lowest index. The law of verified
+    tokens is exact, whatever is chosen.
 
     Args:
       arms: the arms.

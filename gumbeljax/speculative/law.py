@@ -19,11 +19,10 @@ class Law(NamedTuple):
     """`softmax(l / temperature)` at every position, `l` from hidden states and an output table, or given.
 
     `h` is `[*batch, positions, d_model]` with `w` as in `gumbeljax.sample`, or, with `w=None`, the logits
-    `[*batch, positions, vocab]` themselves (scaled and capped already, and no
-    `implementation` to name). All other options are those of `gumbeljax.sample`, with
-    the same order of processing. An option over rows may be given once, for each request `[*batch, ...]`, which repeats it for
-    the request's positions, or for each position `[*batch, positions, ...]`: that is where penalties differ, since a position
-    has the drafted tokens before it in its counts (`position_counts`).
+    `[*batch, positions, vocab]` themselves (scaled and capped already, and no `implementation` to name). All other options are
+    those of `gumbeljax.sample`, with the same order of processing. An option over rows may be given once, for each request
+    `[*batch, ...]`, which repeats it for the request's positions, or for each position `[*batch, positions, ...]`: that is
+    where penalties differ, since a position has the drafted tokens before it in its counts (`position_counts`).
 
     Under `top_k`, `top_p` or `min_p` logits are stored, for a few requests at a time.
 
